@@ -17,7 +17,8 @@ from instep.autograd.bridge import Gradients, ReplicaGraph
 from instep.collectives.buckets import all_present
 from instep.collectives.group import Group, ReplicaContext, ReplicaInfo
 from instep.engines.base import RUN_PREPARED_FORWARD, run_prepared_forward
-from instep.engines.processes.messages import ForwardReply, PrepareRequest
+from instep.engines.processes.messages import DONE, ForwardReply, PrepareRequest
+from instep.engines.processes.transport.channel import Channel, dump_plain, encode_plain, tag_by_value
 from instep.engines.processes.worker.module import WorkerModule
 from instep.engines.processes.worker.rng import seed_python_rng
 from instep.replicas.replica import Replica, ReplicaResult
@@ -42,6 +43,30 @@ class RetainedCall:
     """The random streams of the forward; None if a prepared forward drew nothing."""
     index: int
     prepared: PreparedCall | None = None
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether the backward may run parts of the forward again."""
+        context = self.graph.context
+        return isinstance(context, ReplicaContext) and context.may_recompute
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas of the call."""
+        context = self.graph.context
+        return context.info.count if isinstance(context, ReplicaContext) else 1
+
+    def streams(self, seed: int) -> ReplicaRng:
+        """The random streams of the forward, which backward continues; with this seed if the forward drew nothing."""
+        if self.rng is not None:
+            return self.rng
+        assert self.prepared is not None
+        return self.prepared.rng.streams(seed)
+
+    def keep_streams(self, rng: ReplicaRng) -> None:
+        """Let later backwards continue streams that this one has begun."""
+        if self.rng is None and not rng.is_untouched:
+            self.rng = rng
 
 
 _NO_GROUP: Any = None
@@ -166,3 +191,23 @@ def record_draws(reply: ForwardReply, rng: ReplicaRng) -> None:
     reply.default_rng_used = rng.caller.cpu.was_used()
     rng.report_use()
     reply.host_rng_used = rng.caller.cpu.streams_used or reply.default_rng_used
+
+
+def send_output(
+    channel: Channel, call_id: int, output: Any, module: WorkerModule, arguments: Sequence[Tensor]
+) -> dict[int, Tensor] | None:
+    """Send the reply of a forward that had no effect but its output.
+
+    Returns the output's tensors that require a gradient, by number. Returns None, and sends nothing, if it holds
+    arguments, tensors of the module, or anything but plain tensors and values.
+    """
+    encoded = encode_plain(output)
+    if encoded is None:
+        return None
+    content, tensors = encoded
+    ids = set(map(id, tensors))
+    if not ids.isdisjoint(module.tensor_numbers()) or not ids.isdisjoint(map(id, arguments)):
+        return None
+    body = dump_plain((list(map(tag_by_value, tensors)), (content,), None))
+    channel.connection.send(DONE, call_id, body, [tensor.detach() for tensor in tensors])
+    return {number: tensor for number, tensor in enumerate(tensors) if tensor.requires_grad}

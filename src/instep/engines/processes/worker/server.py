@@ -36,8 +36,6 @@ from instep.engines.processes.transport.channel import (
     Channel,
     TensorTag,
     decode_plain,
-    dump_plain,
-    encode_plain,
     load_plain,
     rebuild_by_value,
     tag_by_value,
@@ -50,9 +48,16 @@ from instep.engines.processes.transport.device_rows import DeviceRowExchange, De
 from instep.engines.processes.transport.row_memory import RowExchange, RowMemory
 from instep.engines.processes.transport.stream_flags import StreamFlags
 from instep.engines.processes.worker.ambient import WorkerAmbientState, check_device_memory, use_device
+from instep.engines.processes.worker.deferred_errors import DeferredErrors
 from instep.engines.processes.worker.module import WorkerModule, backward_roots, used_arguments
 from instep.engines.processes.worker.nccl_member import NcclMember
-from instep.engines.processes.worker.prepared import PreparedCall, RetainedCall, is_ordinary, record_draws
+from instep.engines.processes.worker.prepared import (
+    PreparedCall,
+    RetainedCall,
+    is_ordinary,
+    record_draws,
+    send_output,
+)
 from instep.engines.processes.worker.rendezvous import Inbox, WorkerRendezvous
 from instep.engines.processes.worker.rng import WorkerCallRng
 from instep.engines.thread_pool import set_replica_thread
@@ -62,7 +67,7 @@ from instep.replicas.replica import ReplicaResult
 from instep.replicas.tensors import check_no_stray_gradients
 from instep.runtime.affinity import SenderCpuAvoidance, set_spin_wait
 from instep.runtime.ambient import AutocastState, set_anomaly_mode
-from instep.runtime.rng import ReplicaRng, rng_state_reads, supports_thread_streams
+from instep.runtime.rng import rng_state_reads, supports_thread_streams
 from instep.structure.tree import tensors_in
 
 _DEVICE_POLL_SECONDS = 0.05
@@ -342,7 +347,7 @@ class WorkerServer:
         if is_ordinary(module, result):
             reply = None
             if not (may_have_drawn or written or written_globals or (ambient.grad_enabled and self._foreign_leaves)):
-                outputs = self._send_output(message.call_id, result.output, module, arguments)
+                outputs = send_output(self._channel, message.call_id, result.output, module, arguments)
             if outputs is None:
                 reply = ForwardReply(result.output, written_globals=written_globals)
         else:
@@ -373,25 +378,6 @@ class WorkerServer:
                 prepared,
             )
             self._last_module = None  # prepare the next call after the backward, which may change the module
-
-    def _send_output(
-        self, call_id: int, output: Any, module: WorkerModule, arguments: Sequence[Tensor]
-    ) -> dict[int, Tensor] | None:
-        """Send the reply of a forward that had no effect but its output.
-
-        Returns the output's tensors that require a gradient, by number. Returns None, and sends nothing, if it holds
-        arguments, tensors of the module, or anything but plain tensors and values.
-        """
-        encoded = encode_plain(output)
-        if encoded is None:
-            return None
-        content, tensors = encoded
-        ids = set(map(id, tensors))
-        if not ids.isdisjoint(module.tensor_numbers()) or not ids.isdisjoint(map(id, arguments)):
-            return None
-        body = dump_plain((list(map(tag_by_value, tensors)), (content,), None))
-        self._channel.connection.send(messages.DONE, call_id, body, [tensor.detach() for tensor in tensors])
-        return {number: tensor for number, tensor in enumerate(tensors) if tensor.requires_grad}
 
     def _forward(self, message: Message) -> None:
         request, arguments, leaves = self._receive_forward(message)
@@ -598,10 +584,10 @@ class WorkerServer:
             graph.drop_tokens(consumed)
         graph.add_tokens(request.collective_tokens, outputs, grads)
         index = retained.index
-        rng = _streams_of(retained, request.seed)
+        rng = retained.streams(request.seed)
         if not rng.caller.cpu.streams_used:
             rng.caller.cpu.set_base_seed(request.seed)
-        group = self._group(call_id, request, index, _num_replicas(graph))
+        group = self._group(call_id, request, index, retained.num_replicas)
         rng_context = rng.backward_context(index) if module.device.type == "cpu" else rng.joint_backward_context(index)
         check_no_stray_gradients(leaves)
         module.begin_backward(() if request.keep_gradients else request.wanted_tensors)
@@ -617,7 +603,7 @@ class WorkerServer:
                     grads,
                     request.retain_graph,
                     rng_context,
-                    leaves if request.captures and not _may_recompute(graph) else None,
+                    leaves if request.captures and not retained.may_recompute else None,
                 )
         except BaseException:
             module.begin_backward(())
@@ -625,7 +611,7 @@ class WorkerServer:
             raise
         finally:
             module.stop_reports()
-            _keep_streams(retained, rng)
+            retained.keep_streams(rng)
         if reducer is not None:
             reducer.start_rest()
         rng.advance()
@@ -663,14 +649,14 @@ class WorkerServer:
         prepared, graph, module = retained.prepared, retained.graph, retained.module
         assert prepared is not None
         wanted = prepared.request.wanted_tensors
-        if _may_recompute(graph):
+        if retained.may_recompute:
             gradients = dict(zip(fields.outputs, grads, strict=True))
             request = BackwardRequest(fields.call_id, gradients, fields.seed, wanted_tensors=wanted)
             request.retain_graph, request.anomaly_mode = fields.retain_graph, fields.anomaly_mode
             self._run_backward(message.call_id, request)
             return
         leaves, outputs = prepared.find_leaves(retained), [retained.outputs[number] for number in fields.outputs]
-        rng = _streams_of(retained, fields.seed)
+        rng = retained.streams(fields.seed)
         group = WorkerRendezvous(self._channel, self._inbox, message.call_id, prepared.request.num_replicas)
         check_no_stray_gradients(leaves)
         set_anomaly_mode(fields.anomaly_mode)
@@ -683,7 +669,7 @@ class WorkerServer:
             take_gradients(leaves)
             raise
         finally:
-            _keep_streams(retained, rng)
+            retained.keep_streams(rng)
         column = take_gradients(leaves) if captured is None else captured
         if retained.rng is not None:
             rng.advance()
@@ -708,52 +694,3 @@ class WorkerServer:
         outputs = [retained.outputs[number] for number in numbers]
         reached = find_reached_collectives(retained.graph.tokens, outputs)
         self._channel.send(messages.DONE, message.call_id, reached)
-
-
-def _streams_of(retained: RetainedCall, seed: int) -> ReplicaRng:
-    """The random streams of a retained call's forward; with this seed if it drew nothing."""
-    if retained.rng is not None:
-        return retained.rng
-    assert retained.prepared is not None
-    return retained.prepared.rng.streams(seed)
-
-
-def _keep_streams(retained: RetainedCall, rng: ReplicaRng) -> None:
-    """Let later backwards of a retained call continue streams that this one has begun."""
-    if retained.rng is None and not rng.is_untouched:
-        retained.rng = rng
-
-
-def _may_recompute(graph: ReplicaGraph) -> bool:
-    """Whether the backward of a retained call may run parts of its forward again."""
-    return isinstance(graph.context, ReplicaContext) and graph.context.may_recompute
-
-
-def _num_replicas(graph: ReplicaGraph) -> int:
-    """The number of replicas of a retained call."""
-    return graph.context.info.count if isinstance(graph.context, ReplicaContext) else 1
-
-
-class DeferredErrors:
-    """Errors of messages without a reply, by module id (0 for all modules). The next call raises them."""
-
-    def __init__(self) -> None:
-        self._errors: dict[int, Exception] = {}
-
-    def record(self, number: int, error: BaseException) -> None:
-        """Keep the first error of a module: later ones may follow from it."""
-        self._errors.setdefault(number, error if isinstance(error, Exception) else EngineError(repr(error)))
-
-    def discard(self, numbers: Iterable[int]) -> None:
-        """Drop the errors of modules that are sent again or released."""
-        for number in numbers:
-            self._errors.pop(number, None)
-
-    def pop(self, number: int) -> Exception | None:
-        """Remove and return the error to raise at a call of a module."""
-        return self._errors.pop(0, None) or self._errors.pop(number, None)
-
-    def pop_any(self) -> Exception | None:
-        """Remove all errors and return the first, for a request that cannot be decoded."""
-        found, self._errors = list(self._errors.values()), {}
-        return found[0] if found else None
