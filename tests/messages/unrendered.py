@@ -163,7 +163,7 @@ INTERNAL: dict[str, frozenset[str]] = {
             "engines/processes/controller/prepared.py: PreparedProcessRun._backward",
             "collectives/exchange.py: start_backward",
             "engines/base.py: add_replica_note",
-            "engines/processes/worker/server.py: DeferredErrors.record",
+            "engines/processes/worker/deferred_errors.py: DeferredErrors.record",
             "probe/probe.py: Probe._check_additive",
             "probe/probe.py: Probe._run_trial",
             "probe/probe.py: Probe.prepare",

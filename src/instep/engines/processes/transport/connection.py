@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -308,12 +309,8 @@ class Connection:
         if self._outbox is None or not self._outbox.put(frame):
             return False
         if self._outbox.is_receiver_asleep():
-            try:
-                self._sock.send(_WAKE_UP, _SEND_FLAGS)
-            except BlockingIOError:
-                pass  # the frames that fill the socket's buffer wake it
-            except OSError as error:
-                raise self._closed_error(error) from None
+            with suppress(TimeoutError):  # the frames that fill the socket's buffer wake it
+                self._send_frame([_WAKE_UP], (), 0)
         return True
 
     def _send_frame(self, frame: Sequence[bytes], fds: Sequence[int], timeout: float | None) -> None:
