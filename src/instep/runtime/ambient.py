@@ -208,7 +208,7 @@ class CpuState:
     """What an `AmbientState` and its encoded form hold for replicas on the CPU; without context variables."""
 
     def __init__(self) -> None:
-        """The state of this thread."""
+        """Read the state of this thread."""
         self._is_same_global_state = make_global_state_guard()
         """Torch's guard on grad mode, autocast, the default dtype, determinism and the number of threads."""
         self._values = self._read()

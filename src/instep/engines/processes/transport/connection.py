@@ -122,21 +122,8 @@ class _Header(NamedTuple):
         """Decode and check a header. Raises `ValueError` if it is invalid."""
         if length < _HEADER.size:
             raise ValueError("shorter than a header")
-        (
-            magic,
-            flags,
-            fds,
-            kind,
-            call_id,
-            tensors,
-            metadata,
-            body,
-            payload,
-            ring_bytes,
-            *location,
-            cpu,
-            others_before,
-        ) = _HEADER.unpack_from(frame)
+        magic, flags, fds, kind, call_id, *numbers, cpu, others_before = _HEADER.unpack_from(frame)
+        tensors, metadata, body, payload, ring_bytes, *location = numbers
         if magic != _MAGIC:
             raise ValueError("not a frame of instep")
         in_frame, in_ring = (0, payload) if flags & _PAYLOAD_IN_RING else (payload, 0)
@@ -225,9 +212,9 @@ class Connection:
 
     def open_mailboxes(self) -> None:
         """Send small messages through shared memory from now on, in both directions. For one of the two ends."""
-        memory = SharedMemory.create(2 * _MAILBOX_BYTES, "messages to and from a worker")
         with self._lock:
             if self._outbox is None:
+                memory = SharedMemory.create(2 * _MAILBOX_BYTES, "messages to and from a worker")
                 self._send(_MAILBOX, 0, b"", (), (memory.fd,), None)
                 self._use_mailboxes(memory, 0)
 

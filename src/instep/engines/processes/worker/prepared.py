@@ -88,14 +88,15 @@ class PreparedRng:
         """Seed the generators for a forward. Returns its streams."""
         if python_seed is not None:
             seed_python_rng(stream_seed(python_seed, self._index))
+        streams = self.streams(seed)
         # for code that uses the default generator directly
         torch.default_generator.manual_seed(stream_seed(seed, self._index))
-        return self.streams(seed)
+        streams.caller.cpu.initial_state = torch.default_generator.get_state()
+        return streams
 
     def streams(self, seed: int) -> ReplicaRng:
         """Streams with this seed that nothing was drawn from."""
         if seed != self._seed or not self._streams.is_untouched:
-            torch.default_generator.manual_seed(stream_seed(seed, self._index))
             caller = CallerRng([torch.device("cpu")] * self._count, out_of_process=True)
             caller.cpu.set_base_seed(seed)
             pairs: list[Any] = [[]] * self._count
