@@ -28,6 +28,7 @@ from instep.runtime.ambient import AmbientState, CpuState
 from instep.runtime.rng import ReplicaRng
 from instep.runtime.torch_private import RegisteredHooks
 from instep.structure.plan import SplitPlan
+from instep.structure.tree import flatten_one_level
 
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _MAX_PREPARED = 64
@@ -78,7 +79,10 @@ class PreparedCall:
         return generation == self.generation and same_count and all(map(is_, replicas, self.replicas))
 
     def collect_outputs(self, output: Any, tensors: list[Tensor]) -> bool:
-        """Append the tensors of an output. Returns False if it holds anything else than plain tensors and values."""
+        """Append the tensors of an output. Returns False if it holds anything else than plain tensors and values.
+
+        They may be in any container that the general path takes apart too.
+        """
         cls = type(output)
         if cls is Tensor:
             if not _is_dense(output, self._on_cpu) or id(output) in self._own_ids:
@@ -89,7 +93,10 @@ class PreparedCall:
             return all(self.collect_outputs(item, tensors) for item in output.values())
         if cls is list or cls is tuple:
             return all(self.collect_outputs(item, tensors) for item in output)
-        return cls in _SCALARS
+        if cls in _SCALARS:
+            return True
+        node = flatten_one_level(output)
+        return node is not None and all(self.collect_outputs(item, tensors) for item in node.children)
 
 
 class PreparedCalls:
@@ -406,4 +413,5 @@ def _replace(value: Any, table: dict[int, Tensor]) -> Any:
         return {key: _replace(item, table) for key, item in value.items()}
     if cls is list or cls is tuple:
         return cls([_replace(item, table) for item in value])
-    return value
+    node = None if cls in _SCALARS else flatten_one_level(value)
+    return value if node is None else node.unflatten([_replace(item, table) for item in node.children])

@@ -102,7 +102,7 @@ def test_nothing_is_copied_while_the_module_is_frozen() -> None:
 @pytest.mark.usefixtures("far", "workers")
 def test_a_staging_copy_that_does_not_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with instep.DataParallel(nn.Linear(400, 300), ["cpu"] * 2, engine="processes", private_copies=True) as model:
-        monkeypatch.setattr("instep.engines.processes.transport.shared_memory.available_memory", lambda: 1000)
+        monkeypatch.setattr("instep.engines.processes.transport.shared_memory.available_memory", lambda: 300_000)
         with pytest.raises(
             CannotCross, match=r"a copy of the module's tensors .* shared memory[\s\S]*engine='threads'"
         ):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import dataclasses
 import os
 import random
 import signal
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -135,6 +137,54 @@ def test_dictionaries_strings_keywords_and_draws(runs: list[str]) -> None:
         assert ("forward" in runs) is enabled
         runs.clear()
     assert all(map(torch.equal, *results))
+
+
+class Scores(NamedTuple):
+    logits: Tensor
+    best: Tensor
+
+
+@dataclasses.dataclass
+class Prediction:
+    """What `Predicts` returns."""
+
+    scores: Scores
+    names: list[str]
+    hidden: Tensor | None = None
+
+
+class Predicts(nn.Module):
+    """Returns a dataclass with a named tuple and an ordered dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, names: list[str]) -> OrderedDict[str, Any]:
+        logits = self.linear(x)
+        prediction = Prediction(Scores(logits, logits.argmax(1)), [name.upper() for name in names])
+        return OrderedDict(prediction=prediction, total=logits.sum(1))
+
+
+def test_outputs_in_containers_of_other_classes(runs: list[str]) -> None:
+    torch.manual_seed(0)
+    net = Predicts()
+    plain = copy.deepcopy(net)
+    with wrap(net) as model:
+        for _ in range(8):
+            x, names = torch.randn(5, 4), list("abcde")
+            output, expected = model(x, names), plain(x, names)
+            assert type(output) is OrderedDict
+            one, other = output["prediction"], expected["prediction"]
+            assert type(one) is Prediction
+            assert type(one.scores) is Scores
+            assert (one.names, one.hidden) == (other.names, None)
+            torch.testing.assert_close([*one.scores, output["total"]], [*other.scores, expected["total"]])
+            (one.scores.logits.square().sum() + output["total"].sum()).backward()
+            (other.scores.logits.square().sum() + expected["total"].sum()).backward()
+            torch.testing.assert_close(net.linear.weight.grad, plain.linear.weight.grad)
+    assert runs.count("forward") == runs.count("backward") >= 4
+    assert "lost" not in runs
 
 
 def test_calls_without_gradients(runs: list[str]) -> None:
