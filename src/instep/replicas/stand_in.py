@@ -40,7 +40,7 @@ class ReplicaStandIn(Replica):
 
     def write_state(self, values: Mapping[int, Tensor]) -> list[TensorPair]:
         """Show what the replica wrote to state, by `id()` of the source's tensors, until `restore_views`."""
-        for source, view in self.tensors.state:
+        for source, view in self.tensors.state if values else ():
             value = values.get(id(source))
             if value is not None:
                 view.data = value.to(view.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 from instep.errors import InstepError, MergeError
 from instep.structure.compare import differing_attributes
 from instep.structure.infer import contains_tensors, is_sample_tuple, may_hold_batch
-from instep.structure.merge_cache import CachedMerge, CacheMiss, build_cached_merge
+from instep.structure.merge_cache import CachedMerge, CacheMiss, build_cached_merge, build_cached_sum
 from instep.structure.merge_messages import (
     ambiguous_list,
     attributes_differ,
@@ -116,7 +116,7 @@ class Merger:
             collected.merge_node(parts, context, (), self.dim_spec, None)
             set_problems(error, collected.problems)
             raise
-        if not self.rules and self.dim_spec.is_auto and not self.dim_spec.patterns and len(parts) > 1:
+        if self.dim_spec.is_auto and not self.dim_spec.patterns and len(parts) > 1:
             self._cache_merge(parts, sizes)
         return merged
 
@@ -150,12 +150,16 @@ class Merger:
                 self.readings[path] = type(placement)
 
     def _cache_merge(self, parts: Sequence[Any], sizes: tuple[int, ...]) -> None:
-        cached_merge = build_cached_merge(
-            parts,
-            sizes,
-            {path: self.batch_dims[path] for path in self.actions if path in self.batch_dims},
-            self.readings,
-        )
+        cached_merge = None
+        if not self.rules:
+            cached_merge = build_cached_merge(
+                parts,
+                sizes,
+                {path: self.batch_dims[path] for path in self.actions if path in self.batch_dims},
+                self.readings,
+            )
+        elif self.rules == {"*": "sum"} and not self.verdicts:
+            cached_merge = build_cached_sum(parts)
         if len(self._cache) >= 64:  # many batch sizes: bound the memory
             self._cache.clear()
         self._cache.pop(sizes, None)

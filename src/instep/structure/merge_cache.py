@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import add
 from typing import Any, TypeAlias
 
 import torch
@@ -62,6 +64,23 @@ def build_cached_merge(
     if len(cached) < len(keys):
         return None
     return _cached_dict_merge(keys, cached) if cls is dict else _cached_sequence_merge(cls, cached)
+
+
+def build_cached_sum(parts: Sequence[Any]) -> CachedMerge | None:
+    """Build a function that sums dictionaries of tensors, as the parts of a loss are; None for other parts."""
+    keys = tuple(parts[0]) if type(parts[0]) is dict else ()
+
+    def merge_parts(parts: Sequence[Any]) -> Any:
+        for part in parts:
+            if type(part) is not dict or tuple(part) != keys:
+                raise CacheMiss
+        columns = [tuple(column) for column in zip(*[part.values() for part in parts])]
+        for first, *others in columns:
+            if type(first) is not Tensor or any(type(t) is not Tensor or t.shape != first.shape for t in others):
+                raise CacheMiss
+        return {key: reduce(add, column) for key, column in zip(keys, columns)}
+
+    return merge_parts if keys and all(type(value) is Tensor for value in parts[0].values()) else None
 
 
 def _cached_cat(sizes: Sequence[int], rank: int, dim: int) -> CachedMerge:

@@ -7,6 +7,7 @@ to do something else than the others is therefore seen at once, by all ranks, an
 from __future__ import annotations
 
 import hashlib
+import math
 import mmap
 import pickle
 import threading
@@ -142,7 +143,8 @@ class RankChannel:
         if host_bytes <= _INLINE_BYTES and on_host:
             inline, host_bytes = b"".join(map(_padded_bytes, on_host)), 0
         self._kept = []
-        message = replace(message, operation=_shorten(message.operation), step=_shorten(message.step))
+        if len(message.operation) > _MAX_LABEL or len(message.step) > _MAX_LABEL:
+            message = replace(message, operation=_shorten(message.operation), step=_shorten(message.step))
         fields = (message.operation, message.step, message.state)
         layout = host_bytes, _nbytes(on_device), inline
         body = pickle.dumps((*fields, message.body, specs, layout), pickle.HIGHEST_PROTOCOL)
@@ -154,10 +156,8 @@ class RankChannel:
         for rank, (operation, step, state, content, other_specs, (_, _, other_inline)) in enumerate(received):
             tensors: list[Tensor] = []
             if other_specs and rank != self.rank:
-                host_row = host_rows[rank]
-                if other_inline:
-                    host_row = torch.from_numpy(np.frombuffer(bytearray(other_inline), np.uint8))
-                rows = {True: _Reader(host_row), False: _Reader(device_rows[rank])}
+                host_row = _InlineReader(other_inline) if other_inline else _Reader(host_rows[rank])
+                rows = {True: host_row, False: _Reader(device_rows[rank])}
                 for sent_by_host, was_on_host, dtype, shape in other_specs:
                     tensor = rows[sent_by_host].read(dtype, shape)
                     tensors.append(tensor.to(self.device) if sent_by_host and not was_on_host else tensor)
@@ -283,7 +283,9 @@ def _pack(tensors: Sequence[Tensor], nbytes: int, device: torch.device) -> Tenso
 
 def _padded_bytes(tensor: Tensor) -> bytes:
     """The values of a tensor, as `_pack` writes them."""
-    values = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    values = tensor.detach()
+    if values.is_conj() or values.is_neg() or not values.is_contiguous():
+        values = values.resolve_conj().resolve_neg().contiguous()
     content: bytes = values.view(-1).view(torch.uint8).numpy().tobytes()
     return content.ljust(_aligned(len(content)), b"\0")
 
@@ -303,6 +305,21 @@ class _Reader:
         place = self._row[self._at : self._at + nbytes]
         self._at += _aligned(nbytes)
         return place.view(dtype).view(torch.Size(shape))
+
+
+class _InlineReader:
+    """Consecutive tensors in bytes. Their memory is shared."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content, self._at = bytearray(content), 0
+
+    def read(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        numel = math.prod(shape)
+        start = self._at
+        self._at += _aligned(numel * dtype.itemsize)
+        if not numel:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.frombuffer(self._content, dtype=dtype, count=numel, offset=start).view(shape)
 
 
 def _shorten(label: str) -> str:

@@ -22,6 +22,7 @@ from instep.replicas.state.batch_norm import WrittenStatistics
 from instep.replicas.state.container_encoding import decode_contents, encode_items
 from instep.replicas.state.rules import is_parameter_cache
 from instep.replicas.write_watch import WriteDetector
+from instep.runtime.modes import NO_CONTEXT
 from instep.structure.shapes import is_plain_tensor
 from instep.structure.tree import tensors_in
 
@@ -141,31 +142,34 @@ def encode_result(
 ) -> tuple[bytes, list[Tensor]]:
     """Encode the result of this rank's forward. Only idle ranks need counters: the others count themselves."""
     replica = call.replicas[index]
-    encoded = RankResult(result.output if with_output else None, result.changes.is_structural)
-    numbers: dict[int, int] = {}
+    values: dict[str, Any] = {"output": result.output if with_output else None}  # fields of `RankResult`
     if result.written_state or result.statistics is not None:
         numbers = {id(source): number for number, (source, _) in enumerate(replica.tensors.state)}
-    encoded.written_state = {numbers[id(source)]: copy.detach() for source, copy in result.written_state}
-    if result.statistics is not None:
-        keys, blocks, compare, by_user = result.statistics
-        encoded.statistics = tuple(numbers[key] for key in keys), list(blocks), compare, by_user
-        if with_counters and replica.statistics is not None:
-            encoded.counters = replica.statistics.counters
+        values["written_state"] = {numbers[id(source)]: copy.detach() for source, copy in result.written_state}
+        if result.statistics is not None:
+            keys, blocks, compare, by_user = result.statistics
+            values["statistics"] = tuple(numbers[key] for key in keys), list(blocks), compare, by_user
+            if with_counters and replica.statistics is not None:
+                values["counters"] = replica.statistics.counters
     if private := replica.tensors.private_weights:
-        encoded.private_parameters = {
+        values["private_parameters"] = {
             number: copy.detach() for number, (source, copy) in enumerate(replica.trainable) if id(source) in private
         }
-    encoded.attributes = [
-        (change.module_index, change.name, change.new, change.is_buffer)
-        for change in result.changes.attributes
-        if not is_parameter_cache(replica.source_modules[change.module_index], change.name)
-    ]
-    if result.changes.containers:
-        encoded.containers = _encode_containers(replica, result.changes.containers)
-    encoded.written_arguments = writes.written()
-    encoded.num_tokens = 0 if result.context is None else len(result.context.tokens)
-    _encode_rng_use(encoded, call, index)
-    return _dumps(encoded, replica)
+    if result.changes:
+        values["structure_changed"] = result.changes.is_structural
+        values["attributes"] = [
+            (change.module_index, change.name, change.new, change.is_buffer)
+            for change in result.changes.attributes
+            if not is_parameter_cache(replica.source_modules[change.module_index], change.name)
+        ]
+        if result.changes.containers:
+            values["containers"] = _encode_containers(replica, result.changes.containers)
+    if written := writes.written():
+        values["written_arguments"] = written
+    if result.context is not None and result.context.tokens:
+        values["num_tokens"] = len(result.context.tokens)
+    values |= _rng_use(call, index)
+    return encode_value(values, replica.device, replica, "the output of forward, or what it sets on the module,")
 
 
 def _encode_containers(
@@ -182,20 +186,17 @@ def _encode_containers(
     ]
 
 
-def _encode_rng_use(encoded: RankResult, call: ReplicaCall, index: int) -> None:
+def _rng_use(call: ReplicaCall, index: int) -> dict[str, Any]:
+    """The fields of `RankResult` for the generators that were used."""
     call.rng.report_use()
-    caller = call.rng.caller
-    encoded.host_rng_used = caller.cpu.streams_used
-    encoded.device_rng_used = caller.accelerator_seed is not caller.cpu and caller.accelerator_seed.streams_used
-    encoded.default_rng_used = caller.cpu.was_used()
-    pairs = call.rng.generator_pairs[index]
-    encoded.generators_used = [n for n, (source, _) in enumerate(pairs) if caller.track(source).streams_used]
-
-
-def _dumps(encoded: RankResult, replica: Replica) -> tuple[bytes, list[Tensor]]:
-    values = {name: value for name, value in vars(encoded).items() if name == "output" or value}
-    what = "the output of forward, or what it sets on the module,"
-    return encode_value(values, replica.device, replica, what)
+    caller, pairs = call.rng.caller, call.rng.generator_pairs[index]
+    uses = {
+        "host_rng_used": caller.cpu.streams_used,
+        "device_rng_used": caller.accelerator_seed is not caller.cpu and caller.accelerator_seed.streams_used,
+        "default_rng_used": caller.cpu.was_used(),
+        "generators_used": [n for n, (source, _) in enumerate(pairs) if caller.track(source).streams_used],
+    }
+    return {name: value for name, value in uses.items() if value}
 
 
 def encode_value(
@@ -239,8 +240,8 @@ def apply_result(call: ReplicaCall, index: int, encoded: RankResult, *, idle: bo
     replica = call.replicas[index]
     assert isinstance(replica, ReplicaStandIn)
     _apply_rng_use(encoded, call, index)
-    arguments = list(tensors_in(call.arguments[index]))
-    with torch.no_grad():
+    arguments = list(tensors_in(call.arguments[index])) if encoded.written_arguments else []
+    with torch.no_grad() if arguments or encoded.private_parameters else NO_CONTEXT:
         for number, value in encoded.written_arguments.items():
             target = arguments[number].data if value.requires_grad else arguments[number]
             target.copy_(value)
