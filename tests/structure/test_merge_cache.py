@@ -85,3 +85,35 @@ def test_recipes_do_not_grow_with_the_sizes_of_batches() -> None:
     for size in range(1, 300):
         merger.merge([torch.ones(size), torch.ones(size + 1)], (size, size + 1))
     assert len(merger._cache) <= 64
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"sum": torch.tensor(2.5), "divisor": torch.tensor(3)},
+        {"sum": torch.tensor(2.5), "divisor": 3},
+        {"sum": torch.tensor(2.5, dtype=torch.float64), "divisor": torch.tensor(3)},
+        {"divisor": torch.tensor(3), "sum": torch.tensor(2.5)},
+        {"sum": torch.ones(3).to_sparse(), "divisor": torch.tensor(3)},
+        {"sum": torch.ones(2, 3), "divisor": torch.tensor(3)},
+        {"sum": torch.tensor(2.5)},
+        (torch.tensor(2.5), torch.tensor(3)),
+    ],
+)
+def test_a_cached_sum_gives_what_the_rule_gives(second: Any) -> None:
+    """Also its errors."""
+    first = {"sum": torch.tensor(1.5), "divisor": torch.tensor(4)}
+    outcomes = []
+    for repeats in (1, 3):
+        merger = Merger.from_options("sum")
+        for _ in range(repeats - 1):
+            merger.merge([first, dict(first)], SIZES)
+        assert bool(merger._cache) is (repeats > 1)
+        assert merger.merge([first, first], SIZES) is first
+        try:
+            merged = merger.merge([first, second], SIZES)
+            outcomes.append([(key, value, getattr(value, "dtype", None)) for key, value in merged.items()])
+        except MergeError as error:
+            outcomes.append(str(error))
+        assert merger.actions == {("sum",): "rule sum", ("divisor",): "rule sum"} or isinstance(outcomes[-1], str)
+    assert outcomes[0] == outcomes[1]

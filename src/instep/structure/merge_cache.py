@@ -68,9 +68,11 @@ def build_cached_merge(
 
 def build_cached_sum(parts: Sequence[Any]) -> CachedMerge | None:
     """Build a function that sums dictionaries of tensors, as the parts of a loss are; None for other parts."""
-    keys = tuple(parts[0]) if type(parts[0]) is dict else ()
+    keys = tuple(parts[0]) if type(parts[0]) is dict and parts[0] is not parts[-1] else ()
 
     def merge_parts(parts: Sequence[Any]) -> Any:
+        if parts[0] is parts[-1]:
+            raise CacheMiss
         for part in parts:
             if type(part) is not dict or tuple(part) != keys:
                 raise CacheMiss

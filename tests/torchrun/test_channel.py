@@ -1,0 +1,34 @@
+"""Tensors that are a part of a message between ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from instep.engines.torchrun.channel import _InlineReader, _pack, _padded_bytes, _Reader
+
+VALUES = [
+    torch.tensor(1.5),
+    torch.arange(6).view(2, 3),
+    torch.arange(6.0).view(2, 3).t(),
+    torch.tensor([True, False]),
+    torch.empty(0, 4, dtype=torch.float64),
+    torch.randn(3, dtype=torch.bfloat16),
+    torch.randn(2, dtype=torch.complex64).conj(),
+    torch.randn(2, dtype=torch.complex64).conj().imag,
+    torch.randn(5)[::2],
+    torch.randn(3, requires_grad=True),
+]
+
+
+@pytest.mark.parametrize("values", [[value] for value in VALUES] + [VALUES], ids=str)
+def test_values_are_the_same_on_both_ways(values: list[Tensor]) -> None:
+    content = b"".join(map(_padded_bytes, values))
+    packed = _Reader(_pack(values, len(content), torch.device("cpu")))
+    inline = _InlineReader(content)
+    for value in values:
+        for reader in (packed, inline):
+            read = reader.read(value.dtype, tuple(value.shape))
+            assert (read.dtype, read.shape) == (value.dtype, value.shape)
+            assert torch.equal(read, value.detach())
