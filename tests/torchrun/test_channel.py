@@ -17,6 +17,7 @@ VALUES = [
     torch.randn(2, dtype=torch.complex64).conj(),
     torch.randn(2, dtype=torch.complex64).conj().imag,
     torch.randn(5)[::2],
+    torch.randn(3, 4)[:1, 0],
     torch.randn(3, requires_grad=True),
 ]
 

@@ -283,9 +283,8 @@ def _pack(tensors: Sequence[Tensor], nbytes: int, device: torch.device) -> Tenso
 
 def _padded_bytes(tensor: Tensor) -> bytes:
     """The values of a tensor, as `_pack` writes them."""
-    values = tensor.detach()
-    if values.is_conj() or values.is_neg() or not values.is_contiguous():
-        values = values.resolve_conj().resolve_neg().contiguous()
+    # not `contiguous()`: a tensor of one element is contiguous with any stride, and cannot be viewed as bytes
+    values = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     content: bytes = values.view(-1).view(torch.uint8).numpy().tobytes()
     return content.ljust(_aligned(len(content)), b"\0")
 
