@@ -316,18 +316,9 @@ class PreparedDispatch:
             (),
             names,
             self._select_output,
-            self._has_local_effects,
+            lambda result: self._changed_shared() or retains_grad(result),
             has_plain_arguments=True,
         )
-
-    def _has_local_effects(self, result: ReplicaResult) -> bool:
-        """Whether the forward of a replica had an effect that only its process can see."""
-        if self._changed_shared():
-            return True
-        tensors: list[Tensor] = []
-        if result.changes or not self._prepared.collect_outputs(result.output, tensors):
-            return retains_grad(result)
-        return any(tensor.retains_grad for tensor in tensors if tensor.grad_fn is not None)
 
     def _enter_shards(self, shards: Sequence[Sequence[Any]], positional: int, names: Sequence[str]) -> list[Arguments]:
         rows = [self._enter(shard, names, self._ambient.grad_enabled) for shard in shards]

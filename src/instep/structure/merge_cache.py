@@ -76,7 +76,7 @@ def build_cached_sum(parts: Sequence[Any]) -> CachedMerge | None:
         for part in parts:
             if type(part) is not dict or tuple(part) != keys:
                 raise CacheMiss
-        columns = [tuple(column) for column in zip(*[part.values() for part in parts])]
+        columns = list(zip(*[part.values() for part in parts]))
         for first, *others in columns:
             if type(first) is not Tensor or any(type(t) is not Tensor or t.shape != first.shape for t in others):
                 raise CacheMiss
