@@ -10,10 +10,11 @@ import hashlib
 import math
 import mmap
 import pickle
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +37,9 @@ _INLINE_BYTES = 1024
 """Tensors that the host sends are a part of the message itself, if they have at most this size together."""
 _ALIGNMENT = 64
 _MAX_LABEL = 300
+_NUMPY_DTYPES = frozenset({torch.float32, torch.float64, torch.int32, torch.int64, torch.bool})
+_LENGTHS = struct.Struct("<II")
+"""The lengths of the two parts of a frame: the pickled head and the inline tensors."""
 
 BEGIN, END = "the beginning", "the end"
 """The first and the last step of a forward or backward."""
@@ -59,6 +63,23 @@ class Message:
     """Dense tensors, on the CPU or on the rank's accelerator. What is received must not be written to."""
 
 
+_Specs = Sequence[tuple[bool, bool, torch.dtype, tuple[int, ...]]]
+
+
+class _SortedTensors(NamedTuple):
+    """The tensors of a message, by how they are sent."""
+
+    specs: _Specs
+    """For each tensor: whether the host sends it, whether it was on the CPU, its dtype and its shape."""
+    inline: bytes
+    """The values of small tensors, which are a part of the message."""
+    on_host: Sequence[Tensor]
+    on_device: Sequence[Tensor]
+
+
+_NO_TENSORS = _SortedTensors((), b"", (), ())
+
+
 class RankChannel:
     """Exchanges messages between all ranks."""
 
@@ -76,9 +97,9 @@ class RankChannel:
         self._monitor = monitor
         self.rank: int = host_group.rank()
         self.count: int = host_group.size()
-        self._slot, self._slots = _host_bytes(_HEADER_BYTES), _host_bytes(self.count, _HEADER_BYTES)
-        self._flat_slots, self._no_rows = self._slots.view(-1), _host_bytes(self.count, 0)
-        self._slot_array, self._slot_arrays = self._slot.numpy(), self._slots.numpy()
+        self._slot, slots = _host_bytes(_HEADER_BYTES), _host_bytes(self.count, _HEADER_BYTES)
+        self._flat_slots, self._no_rows = slots.view(-1), list(_host_bytes(self.count, 0))
+        self._slot_bytes, self._slots_bytes = self._slot.numpy().data, [row.data for row in slots.numpy()]
         self._kept: list[Tensor] = []
         """Tensors of the last exchange. A thread of Gloo may still hold them for a moment, and must not be the one that
         frees their Python objects: a process that is forked meanwhile, such as a worker of a data loader, would hang.
@@ -130,73 +151,102 @@ class RankChannel:
             return self._exchange(message)
 
     def _exchange(self, message: Message) -> list[Message]:
-        sent = message.tensors
-        if self.sends_by_host and _nbytes(sent) <= _INLINE_BYTES:  # small tensors on a device are a part of the message
-            sent = [tensor.cpu() for tensor in sent]
-        on_host = [tensor for tensor in sent if tensor.device.type == "cpu"]
-        on_device = [tensor for tensor in sent if tensor.device.type != "cpu"]
-        specs = [
-            (tensor.device.type == "cpu", original.device.type == "cpu", tensor.dtype, tuple(tensor.shape))
-            for tensor, original in zip(sent, message.tensors, strict=True)
-        ]
-        host_bytes, inline = _nbytes(on_host), b""
-        if host_bytes <= _INLINE_BYTES and on_host:
-            inline, host_bytes = b"".join(map(_padded_bytes, on_host)), 0
+        specs, inline, on_host, on_device = self._sort_tensors(message.tensors) if message.tensors else _NO_TENSORS
         self._kept = []
         if len(message.operation) > _MAX_LABEL or len(message.step) > _MAX_LABEL:
             message = replace(message, operation=_shorten(message.operation), step=_shorten(message.step))
-        fields = (message.operation, message.step, message.state)
-        layout = host_bytes, _nbytes(on_device), inline
-        body = pickle.dumps((*fields, message.body, specs, layout), pickle.HIGHEST_PROTOCOL)
-        bodies = self._gather_bytes(body)
-        received = [pickle.loads(other) for other in bodies]
-        host_rows = self._gather_tensors(on_host, [other[5][0] for other in received], self._host_group, _CPU)
-        device_rows = self._gather_tensors(on_device, [other[5][1] for other in received], self._device_group)
+        own = (
+            message.operation,
+            message.step,
+            message.state,
+            message.body,
+            specs,
+            _nbytes(on_host),
+            _nbytes(on_device),
+        )
+        head = pickle.dumps(own, pickle.HIGHEST_PROTOCOL)
+        frames = self._gather_frames(head, inline)
+        # Ranks in step often send equal heads.
+        received = [own if other == head else pickle.loads(other) for other, _ in frames]
+        host_rows = self._gather_tensors(on_host, [fields[5] for fields in received], self._host_group, _CPU)
+        device_rows = self._gather_tensors(on_device, [fields[6] for fields in received], self._device_group)
         messages = []
-        for rank, (operation, step, state, content, other_specs, (_, _, other_inline)) in enumerate(received):
-            tensors: list[Tensor] = []
+        for rank, (operation, step, state, body, other_specs, *_) in enumerate(received):
+            tensors: Sequence[Tensor] = ()
             if other_specs and rank != self.rank:
-                host_row = _InlineReader(other_inline) if other_inline else _Reader(host_rows[rank])
-                rows = {True: host_row, False: _Reader(device_rows[rank])}
-                for sent_by_host, was_on_host, dtype, shape in other_specs:
-                    tensor = rows[sent_by_host].read(dtype, shape)
-                    tensors.append(tensor.to(self.device) if sent_by_host and not was_on_host else tensor)
-            messages.append(Message(operation, step, state, content, tensors))
+                tensors = self._read_tensors(other_specs, frames[rank][1], host_rows[rank], device_rows[rank])
+            messages.append(Message(operation, step, state, body, tensors))
         messages[self.rank] = message
         return messages
 
-    def _gather_bytes(self, body: bytes) -> list[bytes]:
-        """All-gather of byte strings."""
-        limit = (_HEADER_BYTES if self._local is None else SLOT_BYTES) - 4
-        head = len(body).to_bytes(4, "little") + body[:limit]
-        slots = self._gather_slots(np.frombuffer(head, np.uint8))
-        lengths = [int.from_bytes(slot[:4].tobytes(), "little") for slot in slots]
-        rows = [slot[4 : 4 + min(length, limit)].tobytes() for slot, length in zip(slots, lengths, strict=True)]
-        rest = max(lengths) - limit
-        if rest <= 0:
-            return rows
-        tail, tails = _host_bytes(rest), _host_bytes(self.count, rest)
-        rest_of_body = body[limit:]
-        self._kept += [tail, tails]
-        tail.numpy()[: len(rest_of_body)] = np.frombuffer(rest_of_body, np.uint8)
-        self._all_gather(tails.view(-1), tail, self._host_group)
-        joined = [row + other.tobytes() for row, other in zip(rows, tails.numpy(), strict=True)]
-        return [row[:length] for row, length in zip(joined, lengths, strict=True)]
+    def _sort_tensors(self, sent: Sequence[Tensor]) -> _SortedTensors:
+        """How the tensors of a message are sent."""
+        was_on_host = [tensor.is_cpu for tensor in sent]
+        if self.sends_by_host and not all(was_on_host) and _nbytes(sent) <= _INLINE_BYTES:
+            sent = [tensor.cpu() for tensor in sent]  # small tensors on a device are a part of the message
+        specs = [
+            (tensor.is_cpu, on_host, tensor.dtype, tuple(tensor.shape))
+            for tensor, on_host in zip(sent, was_on_host, strict=True)
+        ]
+        on_host = [tensor for tensor in sent if tensor.is_cpu]
+        on_device = [tensor for tensor in sent if not tensor.is_cpu]
+        if on_host and _nbytes(on_host) <= _INLINE_BYTES:
+            return _SortedTensors(specs, b"".join(map(_padded_bytes, on_host)), (), on_device)
+        return _SortedTensors(specs, b"", on_host, on_device)
 
-    def _gather_slots(self, head: Any) -> Any:
-        """All-gather of an array of bytes. Returns a slot of each rank, which begins with them."""
+    def _read_tensors(self, specs: _Specs, inline: bytes, host_row: Tensor, device_row: Tensor) -> list[Tensor]:
+        """The tensors of another rank's message."""
+        on_host: _InlineReader | _Reader = _InlineReader(inline) if inline else _Reader(host_row)
+        on_device = _Reader(device_row)
+        tensors: list[Tensor] = []
+        for sent_by_host, was_on_host, dtype, shape in specs:
+            if not sent_by_host:
+                tensors.append(on_device.read(dtype, shape))
+                continue
+            tensor = on_host.read(dtype, shape)
+            tensors.append(tensor if was_on_host else tensor.to(self.device))
+        return tensors
+
+    def _gather_frames(self, head: bytes, inline: bytes) -> list[tuple[bytes, bytes]]:
+        """All-gather of a head and inline tensors."""
+        frame = _LENGTHS.pack(len(head), len(inline)) + head + inline
+        limit = _HEADER_BYTES if self._local is None else SLOT_BYTES
+        slots = self._gather_slots(frame[:limit])
+        lengths = [_LENGTHS.unpack_from(slot) for slot in slots]
+        rest = _LENGTHS.size + max(map(sum, lengths)) - limit
+        if rest > 0:
+            slots = self._gather_rest(slots, frame[limit:], rest, limit)
+        start = _LENGTHS.size
+        return [
+            (bytes(slot[start : start + size]), bytes(slot[start + size : start + size + inline_size]))
+            for slot, (size, inline_size) in zip(slots, lengths, strict=True)
+        ]
+
+    def _gather_rest(
+        self, slots: Sequence[memoryview], rest_of_frame: bytes, rest: int, limit: int
+    ) -> list[memoryview]:
+        """Whole frames, of which some are longer than a slot: `rest` bytes at most."""
+        tail, tails = _host_bytes(rest), _host_bytes(self.count, rest)
+        begins = [bytes(slot[:limit]) for slot in slots]
+        self._kept += [tail, tails]
+        tail.numpy()[: len(rest_of_frame)] = np.frombuffer(rest_of_frame, np.uint8)
+        self._all_gather(tails.view(-1), tail, self._host_group)
+        return [memoryview(begin + other.tobytes()) for begin, other in zip(begins, tails.numpy(), strict=True)]
+
+    def _gather_slots(self, message: bytes | memoryview) -> Sequence[memoryview]:
+        """All-gather of a few bytes. Returns a slot of each rank, which begins with them."""
         if self._local is not None:
             try:
-                return self._local.gather(head)
+                return self._local.gather(message)
             except ExchangeFailed as error:
                 raise self._monitor.describe_failure() from error
-        self._slot_array[: len(head)] = head
+        self._slot_bytes[: len(message)] = message
         self._all_gather(self._flat_slots, self._slot, self._host_group)
-        return self._slot_arrays
+        return self._slots_bytes
 
     def _gather_tensors(
         self, tensors: Sequence[Tensor], nbytes: Sequence[int], group: Any, device: torch.device | None = None
-    ) -> Tensor:
+    ) -> Sequence[Tensor]:
         """All-gather of tensors as one row of bytes per rank. `nbytes` is the length of each rank's row."""
         size = max(nbytes)
         if not size:
@@ -206,7 +256,7 @@ class RankChannel:
         row = _pack(tensors if nbytes[self.rank] else (), size, where)
         self._all_gather(rows.view(-1), row, group)
         self._kept += [rows, row]
-        return rows
+        return list(rows)
 
     def _all_gather(self, output: Tensor, row: Tensor, group: Any) -> None:
         try:
@@ -220,9 +270,10 @@ class RankChannel:
         row = row.contiguous()
         with self._lock, self._monitor.waiting(label), set_inference_mode(False):
             if (on_host or self.sends_by_host) and self._local is not None and 0 < row.nbytes <= SLOT_BYTES:
-                slots = torch.from_numpy(self._gather_slots(row.cpu().view(-1).view(torch.uint8).numpy()))
-                rows = slots[:, : row.nbytes].clone(memory_format=torch.contiguous_format)
-                return rows.view(row.dtype).view(self.count, *row.shape).to(row.device)
+                slots = self._gather_slots(row.cpu().view(-1).view(torch.uint8).numpy().data)
+                numel = row.numel()
+                rows = torch.stack([torch.frombuffer(slot, dtype=row.dtype, count=numel) for slot in slots])
+                return rows.view(self.count, *row.shape).to(row.device)
             rows = row.new_empty(self.count, *row.shape)
             self._kept = [rows, row]
             self._all_gather(rows.view(-1), row.view(-1), self._host_group if on_host else self._device_group)
@@ -283,9 +334,11 @@ def _pack(tensors: Sequence[Tensor], nbytes: int, device: torch.device) -> Tenso
 
 def _padded_bytes(tensor: Tensor) -> bytes:
     """The values of a tensor, as `_pack` writes them."""
-    # not `contiguous()`: a tensor of one element is contiguous with any stride, and cannot be viewed as bytes
-    values = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    content: bytes = values.view(-1).view(torch.uint8).numpy().tobytes()
+    if tensor.dtype in _NUMPY_DTYPES:
+        content: bytes = tensor.numpy(force=True).tobytes()
+    else:  # not `contiguous()`: a tensor of one element is contiguous with any stride, and cannot be viewed as bytes
+        values = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        content = values.view(-1).view(torch.uint8).numpy().tobytes()
     return content.ljust(_aligned(len(content)), b"\0")
 
 

@@ -15,7 +15,6 @@ import select
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -60,8 +59,9 @@ class LocalSlots:
         """The number that each rank has reached, and then whether a rank has given up."""
         self._given_up = count
         self.peers = [peer for peer in range(count) if peer != rank]
-        self._slots = np.frombuffer(memory, np.uint8, offset=(count + 1) * CACHE_LINE)
-        self._slots = self._slots.reshape(2, count, SLOT_BYTES)
+        starts = range((count + 1) * CACHE_LINE, self.nbytes(count), SLOT_BYTES)
+        slots = [memoryview(memory)[start : start + SLOT_BYTES] for start in starts]
+        self._slots = slots[:count], slots[count:]
         self._number = 0
         self.fence, self._spin = MemoryFence(), spin_seconds(count, on_accelerator=on_accelerator)
         self._exits: dict[int, select.poll] = {}
@@ -78,15 +78,15 @@ class LocalSlots:
         """The size of the memory."""
         return (count + 1) * CACHE_LINE + 2 * count * SLOT_BYTES
 
-    def gather(self, message: Any) -> Any:
-        """All-gather of an array of bytes, at most `SLOT_BYTES`. Returns the slots of all ranks, `[count, SLOT_BYTES]`.
+    def gather(self, message: bytes | memoryview) -> list[memoryview]:
+        """All-gather of at most `SLOT_BYTES` bytes. Returns the slots of all ranks.
 
         They are valid until the next exchange. What follows the message in a slot is left from earlier ones.
         """
         number, numbers = self._number + 1, self._numbers
         self._check_given_up()
         slots = self._slots[number & 1]
-        slots[self._rank, : len(message)] = message
+        slots[self._rank][: len(message)] = message
         self.fence()
         numbers[self._rank] = self._number = number
         self.wait(lambda peer: 0 <= numbers[peer] - number <= 1)

@@ -49,6 +49,8 @@ class BucketPlan:
         self.last: dict[int, int] = {}
         """By the number of a bucket: the index of the gradient that arrives last, if it is known."""
         self._like = [[self.sources[index] for index in bucket.indices] for bucket in self.buckets]
+        self._place_views: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        """By the number of a bucket: its last place, and the views of it."""
 
     def is_current(self, sources: Sequence[Tensor]) -> bool:
         same_count = len(sources) == len(self.sources)
@@ -60,6 +62,13 @@ class BucketPlan:
         for number, bucket in enumerate(self.buckets):
             found.update([self.last[number]] if number in self.last else bucket.indices)
         return found
+
+    def place_views(self, place: Tensor, number: int) -> list[Tensor]:
+        """`views` of a place that many reductions use."""
+        cached = self._place_views.get(number)
+        if cached is None or cached[0] is not place:
+            cached = self._place_views[number] = place, self.views(place, number)
+        return cached[1]
 
     def views(self, flat: Tensor, number: int) -> list[Tensor]:
         """The parts of a flat bucket, in the shapes of the tensors."""
@@ -216,7 +225,7 @@ class BucketAllReduce:
                 flat = torch._C._nn.flatten_dense_tensors(dense)
             else:
                 flat = torch.empty(bucket.numel, dtype=dtype, device=self._device) if place is None else place
-                views = self._plan.views(flat, number)
+                views = self._plan.views(flat, number) if place is None else self._plan.place_views(place, number)
                 if dense is None:
                     flat.zero_()
                     found = zip(indices, gradients, views, strict=True)
