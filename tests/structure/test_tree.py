@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict, UserDict, defaultdict, deque, name
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import is_
 from typing import Any
 
 import attrs
@@ -253,6 +254,22 @@ def test_tensors_are_mapped_in_order() -> None:
     assert [int(tensor) for tensor in tensors_in(doubled)] == [2, 4, 6, 8]
     assert doubled["b"][1] == "text"
     assert type(doubled["c"]) is Pair
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda x: x, dict, OrderedDict, lambda x: list(x.values()), lambda x: tuple(x.values()), lambda x: Pair(x, [x])],
+    ids=["dict", "copy", "ordered", "list", "tuple", "named tuple"],
+)
+def test_tensors_come_in_the_order_in_which_they_are_mapped(wrap: Any) -> None:
+    """Also those that occur twice, and those of subclasses."""
+    tensor, parameter = torch.ones(2), torch.nn.Parameter(torch.zeros(3))
+    inner = {"a": [tensor, "text", {"b": parameter, "c": None}], "d": (1.5, OrderedDict(e=tensor), torch.float32)}
+    value, mapped = wrap({"first": inner, "second": parameter}), []
+    map_tensors(lambda t: mapped.append(t) or t, value)
+    found = list(tensors_in(value))
+    assert len(found) == len(mapped) > 2
+    assert all(map(is_, found, mapped))
 
 
 def test_paths() -> None:

@@ -7,8 +7,7 @@ sum of its losses and the divisor of the mean; both are summed over the replicas
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -60,7 +59,7 @@ def with_loss(
             f"{type(criterion).__name__} has trainable parameters, which module.parameters() would not return.\n"
             f"Make the criterion a submodule of the module, and pass with_loss a function of the module's output."
         )
-    return WithLoss(module, Loss(criterion, target, weight))
+    return WithLoss(module, Loss(criterion, target, weight, LossTrials()))
 
 
 class NoTorchMean(Exception):
@@ -88,14 +87,13 @@ class LossTrials:
 _returned_mean: WeakKeyDictionary[LossTrials, bool] = WeakKeyDictionary()
 
 
-@dataclass
-class Loss:
-    """A criterion, the position of its target, and the divisor of its mean."""
+class Loss(NamedTuple):
+    """A criterion, the position of its target, and the divisor of its mean. No call can change which they are."""
 
     criterion: Criterion
     target: Target
     weight: Callable[[Any, Any], Any] | None
-    trials: LossTrials = field(default_factory=LossTrials)
+    trials: LossTrials
 
     @property
     def is_sum(self) -> bool:
@@ -151,8 +149,8 @@ class Loss:
         is_float = target.is_floating_point()
         dtype = torch.promote_types(output.dtype, target.dtype) if is_float else output.dtype
         # The mean of a batch fits into a half-precision number, but its sum may overflow: it is computed in float32.
-        autocast = torch.is_autocast_enabled(output.device.type)
-        in_float32 = dtype in _HALF_DTYPES and loss.reduction != "sum" and not autocast
+        in_float32 = dtype in _HALF_DTYPES and loss.reduction != "sum"
+        in_float32 = in_float32 and not torch.is_autocast_enabled(output.device.type)
         if in_float32:
             sum_loss._buffers = {name: _half_to_float(value) for name, value in loss._buffers.items()}
         divisor = 1 if loss.reduction == "sum" else divisor_of(sum_loss, output, target)

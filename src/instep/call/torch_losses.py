@@ -37,6 +37,7 @@ _BY_ELEMENT = (
     nn.PoissonNLLLoss,
 )
 _BY_SAMPLE = (nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss)
+_LOSSES: tuple[Any, ...] = (*_BY_CLASS, *_BY_ELEMENT, *_BY_SAMPLE)
 
 
 def torch_loss(criterion: Any) -> Any:
@@ -51,7 +52,7 @@ def torch_loss(criterion: Any) -> Any:
         return None if cls is None else _default_criterion(cls)
     if criterion._forward_hooks or criterion._forward_pre_hooks:
         return None
-    for cls in (*_BY_CLASS, *_BY_ELEMENT, *_BY_SAMPLE):
+    for cls in _LOSSES:
         if isinstance(criterion, cls) and type(criterion).forward is cls.forward:
             return criterion
     return None
@@ -79,7 +80,9 @@ def divisor_of(criterion: Any, output: Tensor, target: Tensor) -> Any:
         return output.numel() // output.shape[1 if output.ndim > 1 else 0]
     counted = target != criterion.ignore_index
     if criterion.weight is None:
-        return counted.sum()
+        count = counted.sum()
+        # A number is faster to send and to add, and on the CPU to read it takes no time.
+        return int(count) if count.is_cpu and not torch.compiler.is_compiling() else count
     return (criterion.weight[target.where(counted, 0)] * counted).sum()
 
 

@@ -70,6 +70,8 @@ class ReplicaSet:
         self.generation = 0
         """Incremented when the modules of the source are tracked anew."""
         self._running = False
+        self._is_known_unchanged = False
+        """Whether the forward of this call has run, and has had no local effects."""
         self._has_copies = False
         """Whether replicas have copies of parameters, which `sync` updates."""
         self.fingerprint = ConfigFingerprint()
@@ -102,7 +104,7 @@ class ReplicaSet:
             self._refresh_graph_copies()
             if not self.frozen:
                 self._send_parameters()
-        self._saved_values = self._save_values()
+        self._saved_values, self._is_known_unchanged = self._save_values(), False
         self._version_detector.reset()
         self._running = True
         return self.replicas
@@ -153,7 +155,7 @@ class ReplicaSet:
 
     def restore_containers(self) -> list[Any]:
         """Undo changes of `forward` to shared containers. Returns the containers."""
-        found = self.shared_containers.restore() if self._running else []
+        found = self.shared_containers.restore() if self._running and not self._is_known_unchanged else []
         self._running = False  # last: an interrupted restore runs again
         return found
 
@@ -213,14 +215,19 @@ class ReplicaSet:
         return self.state_changed or not self.frozen
 
     def has_local_effects(self) -> bool:
-        """Whether a forward in this process changed what replicas share, or used what only the caller may use."""
-        return bool(
+        """Whether a forward in this process changed what replicas share, or used what only the caller may use.
+
+        If not, the rest of the call need not look for such changes again: no forward may run after this.
+        """
+        found = bool(
             self.caller_only_accesses
             or self.shared_containers.changed()
             or self._version_detector.written()
             or self._address_detector.written()
             or (self._saved_values and self._saved_values.changed())
         )
+        self._is_known_unchanged = not found
+        return found
 
     def find_written_parameters(self) -> list[Tensor]:
         """Find trainable tensors of the source that `forward` wrote to in this call.
@@ -230,6 +237,8 @@ class ReplicaSet:
         """
         self.overwritten_parameters = []
         saved = self._end_value_check()
+        if self._is_known_unchanged:
+            return []
         if saved and (changed := saved.changed()):
             saved.restore(changed)
             return [self.replicas[0].trainable[index][0] for index in changed]

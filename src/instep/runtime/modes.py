@@ -29,6 +29,11 @@ def set_inference_mode(on: bool) -> AbstractContextManager[Any]:
     return NO_CONTEXT if torch.is_inference_mode_enabled() == on else inference_guard(on)
 
 
+def set_grad_mode(on: bool) -> AbstractContextManager[Any]:
+    """Context manager: `torch.set_grad_enabled(on)`, if the mode differs."""
+    return NO_CONTEXT if torch.is_grad_enabled() == on else torch.set_grad_enabled(on)
+
+
 NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 """Does nothing. Shared: it may be entered any number of times."""
 

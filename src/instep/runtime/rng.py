@@ -37,15 +37,29 @@ class CallerGenerator:
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
-        self.initial_state = generator.get_state()
+        self._initial_state, self._initial_bytes = generator.get_state(), b""
         self.streams_used = False
         """Whether a stream that it seeds was drawn from."""
         self.used_remotely = False
         """Whether its counterpart in another process was drawn from."""
+        self.use_is_known = False
+        """Whether `used_remotely` says whether any process has drawn from it, this one included."""
         self._advanced = False
         self._base_seed: int | None = None
         self._derived_seed: int | None = None
         """The base seed that follows from `initial_state`, once it was asked for."""
+
+    @property
+    def initial_state(self) -> Tensor:
+        return self._initial_state
+
+    @initial_state.setter
+    def initial_state(self, state: Tensor) -> None:
+        self._initial_state, self._initial_bytes = state, b""
+
+    def _read_initial(self) -> bytes:
+        self._initial_bytes = self._initial_bytes or state_bytes(self._initial_state)
+        return self._initial_bytes
 
     def seed(self, index: int) -> int:
         """The seed of one replica's stream."""
@@ -65,17 +79,19 @@ class CallerGenerator:
 
     def _derive_seed(self) -> int:
         if self._derived_seed is None:
-            self._derived_seed = _hash_state(state_bytes(self.initial_state))
+            self._derived_seed = _hash_state(self._read_initial())
         return self._derived_seed
 
     def was_used(self) -> bool:
         """Whether the generator itself was drawn from."""
-        return self.used_remotely or state_bytes(self.generator.get_state()) != state_bytes(self.initial_state)
+        if self.used_remotely or self.use_is_known:
+            return self.used_remotely
+        return state_bytes(self.generator.get_state()) != self._read_initial()
 
     def restore(self) -> None:
         """Restore the initial state."""
         self.generator.set_state(self.initial_state)
-        self.streams_used = self._advanced = self.used_remotely = False
+        self.streams_used = self._advanced = self.used_remotely = self.use_is_known = False
 
     def advance(self) -> None:
         """Advance the generator by one number if a stream was drawn from; at most once."""

@@ -161,34 +161,48 @@ class RegisteredHooks:
         self.ids: set[int] = set()
         self.own_ids: set[int] = set()
         """The ids of hooks by `register_own_hook`."""
-        self._compilation: set[int] = set()
-        self._compilation_start = 0
+        self.compilation_ids: set[int] = set()
+        """The ids of hooks by torch.compile."""
 
     def __enter__(self) -> RegisteredHooks:
         with _recorders_lock:
             _recorders.append(self)
             self._first = RemovableHandle.next_id
         dynamo = sys.modules.get("torch._dynamo.callback")  # without it, nothing is compiled
-        self._callbacks: Any = None if dynamo is None else dynamo.callback_handler
-        if self._callbacks is not None:
-            self._callbacks.register_start_callback(self._start_compilation)
-            self._callbacks.register_end_callback(self._end_compilation)
+        if dynamo is not None:
+            _compilation_watch.register(dynamo.callback_handler)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._callbacks is not None and self._start_compilation in self._callbacks.start_callbacks:
-            self._callbacks.remove_start_callback(self._start_compilation)
-            self._callbacks.remove_end_callback(self._end_compilation)
         with _recorders_lock:
             _recorders.remove(self)
             if RemovableHandle.next_id != self._first:
-                self.ids = set(range(self._first, RemovableHandle.next_id)) - self._compilation - self.own_ids
+                self.ids = set(range(self._first, RemovableHandle.next_id)) - self.compilation_ids - self.own_ids
 
-    def _start_compilation(self, _: object) -> None:
-        self._compilation_start = RemovableHandle.next_id
 
-    def _end_compilation(self, _: object) -> None:
-        self._compilation.update(range(self._compilation_start, RemovableHandle.next_id))
+class _CompilationWatch:
+    """Reports hooks that are registered while torch.compile traces to all recorders."""
+
+    def __init__(self) -> None:
+        self._first = 0
+
+    def register(self, handler: Any) -> None:
+        """Have dynamo call this object from now on, also if its callbacks were cleared."""
+        if self._start not in handler.start_callbacks:
+            handler.register_start_callback(self._start)
+            handler.register_end_callback(self._end)
+
+    def _start(self, _: object) -> None:
+        self._first = RemovableHandle.next_id
+
+    def _end(self, _: object) -> None:
+        found = range(self._first, RemovableHandle.next_id)
+        with _recorders_lock:
+            for recorder in _recorders:
+                recorder.compilation_ids.update(found)
+
+
+_compilation_watch = _CompilationWatch()
 
 
 _storage_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)

@@ -67,7 +67,7 @@ def build_cached_merge(
 
 
 def build_cached_sum(parts: Sequence[Any]) -> CachedMerge | None:
-    """Build a function that sums dictionaries of tensors, as the parts of a loss are; None for other parts."""
+    """Build a function that sums dictionaries of tensors and integers, as the parts of a loss are; else None."""
     keys = tuple(parts[0]) if type(parts[0]) is dict and parts[0] is not parts[-1] else ()
 
     def merge_parts(parts: Sequence[Any]) -> Any:
@@ -78,11 +78,14 @@ def build_cached_sum(parts: Sequence[Any]) -> CachedMerge | None:
                 raise CacheMiss
         columns = list(zip(*[part.values() for part in parts]))
         for first, *others in columns:
-            if type(first) is not Tensor or any(type(t) is not Tensor or t.shape != first.shape for t in others):
+            cls = type(first)
+            if cls not in (Tensor, int) or any(type(value) is not cls for value in others):
+                raise CacheMiss
+            if cls is Tensor and any(value.shape != first.shape for value in others):
                 raise CacheMiss
         return {key: reduce(add, column) for key, column in zip(keys, columns)}
 
-    return merge_parts if keys and all(type(value) is Tensor for value in parts[0].values()) else None
+    return merge_parts if keys and all(type(value) in (Tensor, int) for value in parts[0].values()) else None
 
 
 def _cached_cat(sizes: Sequence[int], rank: int, dim: int) -> CachedMerge:

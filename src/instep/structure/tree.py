@@ -376,16 +376,25 @@ def map_tensors(fn: TensorFn, value: Any) -> Any:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Iterate over the tensors of a structure in the order of `map_tensors`."""
-    if isinstance(value, Tensor):
-        return iter((value,))
     found: list[Tensor] = []
-
-    def record(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(record, value)
+    _collect_tensors(value, found)
     return iter(found)
+
+
+def _collect_tensors(value: Any, found: list[Tensor]) -> None:
+    cls = type(value)
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif cls in (dict, list, tuple) and handler_for_type(cls) is None:
+        for item in value.values() if cls is dict else value:
+            _collect_tensors(item, found)
+    elif cls not in SCALARS:
+
+        def record(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        map_tensors(record, value)
 
 
 def structure_key(value: Any) -> Any:
