@@ -19,6 +19,9 @@ VALUES = [
     torch.randn(5)[::2],
     torch.randn(3, 4)[:1, 0],
     torch.randn(3, requires_grad=True),
+    torch.tensor(0.1, requires_grad=True),
+    torch.tensor(-(2**63)),
+    torch.randn((), dtype=torch.complex64).conj().imag,
 ]
 
 
@@ -33,3 +36,13 @@ def test_values_are_the_same_on_both_ways(chosen: int | str) -> None:
             read = reader.read(value.dtype, tuple(value.shape))
             assert (read.dtype, read.shape) == (value.dtype, value.shape)
             assert torch.equal(read, value.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_keep_their_bits(dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    for number in (-0.0, 0.1, info.max, info.tiny / 4, float("-inf"), float("nan")):
+        value = torch.tensor(number, dtype=dtype)
+        read = _InlineReader(_padded_bytes(value)).read(dtype, ())
+        assert (read.dtype, read.shape) == (dtype, value.shape)
+        assert bytes(read.numpy()) == bytes(value.numpy())

@@ -99,6 +99,36 @@ def test_sums(count: int) -> None:
     run_in_threads(count, run)
 
 
+class Parts:
+    """Divides buckets in two parts."""
+
+    def views(self, flat: Tensor, number: int) -> list[Tensor]:
+        return [flat[:2], flat[2:].view(1, -1)]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_sums_of_parts(count: int) -> None:
+    """They do not change with the next reduction."""
+    ranks, plan = open_buckets(count), Parts()
+
+    def run(rank: int) -> None:
+        kept: list[list[Tensor]] = []
+        for reduction in range(50):
+            for bucket, packed in enumerate(pack(ranks[rank], rank, reduction)):
+                ranks[rank].complete(bucket, packed)
+            assert torch.equal(
+                torch.cat([part.view(-1) for part in ranks[rank].own_parts(2, plan)]), gradients(rank, reduction, 2)
+            )
+            kept.append(ranks[rank].sum_parts(2, plan))
+            ranks[rank].end()
+        for reduction, (first, second) in enumerate(kept):
+            expected = torch.stack([gradients(other, reduction, 2) for other in range(count)]).sum(0)
+            torch.testing.assert_close(first, expected[:2], rtol=0, atol=0)
+            torch.testing.assert_close(second, expected[2:].view(1, -1), rtol=0, atol=0)
+
+    run_in_threads(count, run)
+
+
 def test_nothing_is_packed_where_another_rank_still_reads() -> None:
     first, second = open_buckets(2)
     packed = [pack(rank, index, 0) for index, rank in enumerate((first, second))]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from operator import is_
 from typing import Any
@@ -238,10 +239,13 @@ class PreparedDispatch:
         select_output: Callable[[Any], Any],
         changed_shared: Callable[[], bool],
         prepare_run: Callable[[PreparedCall, Engine, ReplicaCall, Sequence[ReplicaResult]], None],
+        prepared_run: PreparedRun | None = None,
     ) -> None:
+        """With a prepared run, that runs the replicas. It raises `LostExchange` if the call has to run without it."""
         self._prepared, self._engine, self._method = prepared, engine, method
         self._select_output, self._changed_shared, self._prepare_run = select_output, changed_shared, prepare_run
         self.replicas = prepared.replicas
+        self._prepared_run = prepared_run
         self._ambient, self._sync_state, self.rng = ambient, sync_state, rng
         self._versions: list[list[tuple[Tensor, int, Tensor]]] = []
         """For each replica, the entries of a `VersionTracker` for its arguments."""
@@ -271,17 +275,9 @@ class PreparedDispatch:
     def check_shared_arguments(self) -> None:
         """Nothing to do: replicas share no argument that can be written to."""
 
-    def run(
-        self,
-        shards: Sequence[Sequence[Any]],
-        positional: int,
-        names: Sequence[str],
-        prepared_run: PreparedRun | None = None,
-    ) -> list[ReplicaResult]:
-        """Run the replicas, by a prepared run if there is one. Tensors in the results belong to the caller's graph.
-
-        A prepared run raises `LostExchange` if the call has to run without it.
-        """
+    def run(self, shards: Sequence[Sequence[Any]], positional: int, names: Sequence[str]) -> list[ReplicaResult]:
+        """Run the replicas. Tensors in the results belong to the caller's graph."""
+        prepared_run = self._prepared_run
         rows = self._enter_shards(shards, positional, names)
         with RegisteredHooks() as hooks:
             if prepared_run is not None:
@@ -316,7 +312,7 @@ class PreparedDispatch:
             (),
             names,
             self._select_output,
-            lambda result: self._changed_shared() or retains_grad(result),
+            partial(_has_local_effects, self._changed_shared),
             has_plain_arguments=True,
         )
 
@@ -402,6 +398,11 @@ class PreparedDispatch:
         )
         dispatch.resume_after_forward(self._versions)
         return dispatch
+
+
+def _has_local_effects(changed_shared: Callable[[], bool], result: ReplicaResult) -> bool:
+    """Whether a replica's forward had an effect that only its process can see."""
+    return changed_shared() or retains_grad(result)
 
 
 def _replace(value: Any, table: dict[int, Tensor]) -> Any:

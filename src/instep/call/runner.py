@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from instep.call.transaction import Transaction
 from instep.call.verdict import ACCEPTED, ForwardVerdict
 from instep.collectives.sync_batchnorm import SyncBatchNormPatch
 from instep.devices import has_accelerator_tensors, place, to_output_device
-from instep.engines.base import Engine
+from instep.engines.base import Engine, PreparedRun
 from instep.engines.thread_pool import is_replica_thread
 from instep.errors import EngineError, LostExchange, MergeError, RankFailure, StateError, StructureError
 from instep.probe.probe import Outcome, has_sequence_first_layers
@@ -238,9 +238,8 @@ class ParallelRunner:
         with self._transaction(ambient) as transaction:
             rng = self._replica_rng(transaction.rng, replicas, serialize=False)
             shards = apply_plan(plan, call.values)
-            dispatch = self._prepared_dispatch(prepared, call, ambient, rng)
-            forward = partial(dispatch.run, shards, call.positional, plan.names, run)
-            results, verdict = self._forward(call, dispatch, forward)
+            dispatch = self._prepared_dispatch(prepared, call, ambient, rng, run)
+            results, verdict = self._agreed_forward(call, dispatch, shards)
             if verdict != ACCEPTED:
                 run.is_valid = False
                 self.prepared_calls.count_lost_run()
@@ -476,13 +475,13 @@ class ParallelRunner:
         return self.prepared_calls.find(call.plan, call.values, replicas, self.replicas.generation, ambient)
 
     def _prepared_dispatch(
-        self, prepared: PreparedCall, call: BoundCall, ambient: AmbientState, rng: ReplicaRng
+        self, prepared: PreparedCall, call: BoundCall, ambient: AmbientState, rng: ReplicaRng, *run: PreparedRun
     ) -> PreparedDispatch:
         self.replicas.release_carried((), len(prepared.replicas))
         method, sync_state = call.binding.replica_method, self.replicas.needs_state_sync
         select, changed = call.binding.merger.without_dropped, self.replicas.has_local_effects
-        prepare_run = self.prepared_calls.prepare_run
-        return PreparedDispatch(prepared, self.engine, method, ambient, sync_state, rng, select, changed, prepare_run)
+        create = partial(PreparedDispatch, prepared, self.engine, method, ambient, sync_state, rng, select, changed)
+        return create(self.prepared_calls.prepare_run, *run)
 
     def _agreed_forward(
         self, call: BoundCall, dispatch: ReplicaDispatch | PreparedDispatch, shards: Sequence[Sequence[Any]]
@@ -490,8 +489,7 @@ class ParallelRunner:
         """Every replica's result, and the verdict of all ranks on it."""
         failure: BaseException | None = None
         try:
-            run = partial(dispatch.run, shards, call.positional, call.plan.names)
-            results, verdict = self._forward(call, dispatch, run)
+            results, verdict = self._forward(call, dispatch, shards)
         except (RankFailure, KeyboardInterrupt):  # all ranks have it
             raise
         except BaseException as error:
@@ -502,14 +500,11 @@ class ParallelRunner:
             failure = None  # breaks the cycle with this frame
 
     def _forward(
-        self,
-        call: BoundCall,
-        dispatch: ReplicaDispatch | PreparedDispatch,
-        run: Callable[[], list[ReplicaResult]],
+        self, call: BoundCall, dispatch: ReplicaDispatch | PreparedDispatch, shards: Sequence[Sequence[Any]]
     ) -> tuple[list[ReplicaResult], ForwardVerdict]:
-        """Every replica's result, which `run` returns, and whether it can be used."""
+        """Every replica's result, and whether it can be used."""
         try:
-            results = run()
+            results = dispatch.run(shards, call.positional, call.plan.names)
         except BaseException as error:
             self._written_argument = dispatch.written_argument()
             dispatch.restore_shared_arguments()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -56,8 +58,8 @@ class ReplicaCall:
     def replica_names(self) -> list[str]:
         return [replica.name for replica in self.replicas]
 
-    def replica_context(self, index: int, group: Group) -> ReplicaContext:
-        """The context of one replica in a group."""
+    def replica_context(self, index: int, group: Group, root: CodeType | None = None) -> ReplicaContext:
+        """The context of one replica in a group. `root` is the code at which an inspection of its stack stops."""
         replica, size = self.replicas[index], self.sizes[index] if self.sizes else None
         info = ReplicaInfo(index, len(self.replicas), replica.device, size, sum(self.sizes[:index]))
         return ReplicaContext(
@@ -65,7 +67,7 @@ class ReplicaCall:
             info,
             self.sizes,
             self.ambient.grad_enabled,
-            _run_forward.__code__,
+            root or _run_forward.__code__,
             sync_batchnorm=isinstance(replica.patch, SyncBatchNormPatch) and replica.patch.enabled,
             statistics_written=replica.statistics_written,
         )
@@ -206,9 +208,23 @@ class Engine:
         """Release threads and processes."""
 
 
-def run_forward(call: ReplicaCall, index: int, group: Group) -> ReplicaResult:
-    """Run one replica's part of a call in this thread. An exception is returned in the result."""
+def run_forward(call: ReplicaCall, index: int, group: Group, *, prepared: bool = False) -> ReplicaResult:
+    """Run one replica's part of a call in this thread. An exception is returned in the result.
+
+    Args:
+        prepared: Whether the ambient state of this thread is that of the call already.
+    """
+    if prepared:
+        return copy_context().run(_run_prepared, call, index, group)
     return call.ambient.context_vars.copy().run(_run_forward, call, index, group)
+
+
+def _run_prepared(call: ReplicaCall, index: int, group: Group) -> ReplicaResult:
+    replica, context = call.replicas[index], call.replica_context(index, group, RUN_PREPARED_FORWARD)
+    try:
+        return run_prepared_forward(replica, call.method, call.arguments[index], context, call.rng)
+    except BaseException as error:
+        return ReplicaResult(error=error)
 
 
 def _run_forward(call: ReplicaCall, index: int, group: Group) -> ReplicaResult:

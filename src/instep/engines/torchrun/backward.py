@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from instep.engines.torchrun.row_order import RowOrders
 from instep.errors import CollectiveError, RankFailure
 from instep.runtime.ambient import AutocastState
 from instep.runtime.backoff import Backoff
+from instep.runtime.modes import set_grad_mode
 from instep.runtime.torch_private import will_accumulate_grad
 
 _FEW_ELEMENTS = 2**16
@@ -44,7 +45,10 @@ class BackwardBegin(NamedTuple):
 
 
 class BackwardEnd(NamedTuple):
-    """What ranks tell each other after a backward. The tensors are other gradients, then those of inputs."""
+    """What ranks tell each other after a backward. The tensors are other gradients, then those of inputs.
+
+    It is sent as a tuple, which pickles faster than a class.
+    """
 
     without_gradient: list[int]
     """The indices of the sources without a gradient."""
@@ -57,8 +61,8 @@ class BackwardEnd(NamedTuple):
     """Whether no gradient has grown after it was reduced."""
     reduction: tuple[int, int, int]
     """The identity of the reduction (see `BucketAllReduce`)."""
-    begin: BackwardBegin | None
-    """If it was not sent before."""
+    begin: tuple[Any, ...] | None
+    """The `BackwardBegin`, if it was not sent before."""
 
 
 class RankEngine(Protocol):
@@ -75,15 +79,21 @@ class RankEngine(Protocol):
         """Whether a backward runs inside `no_sync`."""
         ...
 
-    def begin_reduction(self, sources: Sequence[Tensor], leaves: Sequence[Tensor], *, overlap: bool) -> BucketAllReduce:
-        """A reduction of the gradients of leaves; with `overlap`, buckets start when the gradients arrive."""
+    def begin_reduction(self, sources: Sequence[Tensor], leaves: Sequence[Tensor]) -> BucketAllReduce:
+        """A reduction of the gradients of leaves."""
+        ...
+
+    def overlap_reduction(self, reducer: BucketAllReduce, leaves: Sequence[Tensor]) -> None:
+        """Start buckets when their gradients arrive."""
         ...
 
     def end_reduction(self) -> None:
         """Gradients that arrive from now on are not reduced."""
         ...
 
-    def finish_reduction(self, reducer: BucketAllReduce, messages: Sequence[Message]) -> Gradients:
+    def finish_reduction(
+        self, reducer: BucketAllReduce, messages: Sequence[Message], ends: Sequence[BackwardEnd]
+    ) -> Gradients:
         """The sums of all ranks' gradients, given their last messages."""
         ...
 
@@ -92,10 +102,16 @@ class RankBackward:
     """One backward."""
 
     def __init__(
-        self, engine: RankEngine, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool
+        self,
+        engine: RankEngine,
+        graph: CallGraph,
+        gradients: Sequence[Gradients],
+        retain_graph: bool,
+        *,
+        captures: bool = False,
     ) -> None:
         self._engine, self._channel, self._graph, self._gradients = engine, engine.channel, graph, gradients
-        self._retain_graph = retain_graph
+        self._retain_graph, self._captures = retain_graph, captures
         self._rank = engine.channel.rank
         self._local = graph.replicas[self._rank] if self._rank < len(graph.replicas) else None
         remote = next(r.remote for r in graph.replicas if isinstance(r.remote, RankGraph))
@@ -132,12 +148,16 @@ class RankBackward:
             group.expect_rows(self._engine.row_orders, key)
         leaves = [] if local is None else local.leaves
         overlap = not needed and not self.deferred  # collectives and buckets must not wait for each other
-        reducer = self._engine.begin_reduction(graph.sources, leaves, overlap=overlap)
+        reducer = self._engine.begin_reduction(graph.sources, leaves)
+        capture = self._leaves_to_capture(reducer)
+        if overlap and capture is None:
+            self._engine.overlap_reduction(reducer, leaves)
+        captured: Gradients | None = None
         error: BaseException | None = None
         graph.rng.refresh()
         try:
             if local is not None:
-                self._run_local(group, local, outputs, grads)
+                captured = self._run_local(group, local, outputs, grads, capture)
         except KeyboardInterrupt:  # the launcher interrupts the other ranks too
             raise
         except BaseException as failure:
@@ -154,22 +174,26 @@ class RankBackward:
                 f"backwards of the same calls.\n"
                 f"No gradient has changed. Run forward and backward again."
             )
+        if captured is not None:
+            reducer.set_gradients(captured)
         if overlap:
             reducer.start_rest()  # also after an error: the other ranks reduce them too
-        column: Gradients = [None] * len(graph.sources) if local is None else take_gradients(leaves)
+        if captured is None:
+            captured = [None] * len(graph.sources) if local is None else take_gradients(leaves)
+        column = captured
         reducer.set_gradients(column)
         messages = self._end(group, reducer, column, local, error, None if self._num_tokens else begin)
         if needed:
             group.record_rows(self._engine.row_orders)
-        ends: list[BackwardEnd] = [message.body for message in messages]
+        ends = [end_of(message) for message in messages]
         if not self._num_tokens:
-            self._check_begins([end.begin for end in ends if end.begin is not None])
+            self._check_begins([BackwardBegin(*end.begin) for end in ends if end.begin is not None])
         graph.rng.caller.record_remote_use(host=any(end.rng_used for end in ends))
         graph.rng.advance()
         inputs = self._input_gradients(messages, ends)
         if self.deferred:
             return column, inputs
-        return self._engine.finish_reduction(reducer, messages), inputs
+        return self._engine.finish_reduction(reducer, messages, ends), inputs
 
     def _describe_begin(self, outputs: Sequence[Tensor]) -> BackwardBegin:
         with_gradient = tuple(
@@ -193,9 +217,9 @@ class RankBackward:
 
     def _check_begins(self, begins: Sequence[BackwardBegin]) -> None:
         """`RankFailure` if the gradients of the outputs differ between ranks."""
-        if self._engine.options.sharded:
-            return
         first = begins[0]
+        if self._engine.options.sharded or all(begin == first for begin in begins):
+            return
         for rank, begin in enumerate(begins):
             pairs = zip(first.norms, begin.norms, strict=False)
             differ = any(abs(a - b) > _TOLERANCE * max(abs(a), abs(b)) for a, b in pairs)
@@ -211,13 +235,13 @@ class RankBackward:
         checks = self._engine.loss_checks
         checks.advance()
         present = [g for row in self._gradients for g in row if g is not None]
-        is_cheap = all(g.device.type == "cpu" for g in present) and sum(map(Tensor.numel, present)) <= _FEW_ELEMENTS
+        is_cheap = all(g.is_cpu for g in present) and sum(map(Tensor.numel, present)) <= _FEW_ELEMENTS
         if any(g.layout is not torch.strided for g in present) or not (is_cheap or checks.is_due):
             return ()
         if checks.is_due:
             checks.record()
-        with torch.no_grad():
-            return tuple(_norm(gradient.detach()) for gradient in present if not gradient.is_complex())
+        with set_grad_mode(False):
+            return tuple(_norm(gradient) for gradient in present if not gradient.is_complex())
 
     def _add_tokens(
         self, local: ReplicaGraph, outputs: list[Tensor], grads: list[Tensor], needed: Sequence[int]
@@ -226,14 +250,33 @@ class RankBackward:
         if not self._retain_graph:
             local.drop_tokens(needed)
 
-    def _run_local(self, group: RankGroup, local: ReplicaGraph, outputs: list[Tensor], grads: list[Tensor]) -> None:
-        rng, on_cpu = self._graph.rng, self._channel.device.type == "cpu"
+    def _leaves_to_capture(self, reducer: BucketAllReduce) -> Sequence[Tensor] | None:
+        """The leaves whose gradients are captured; None if they are accumulated.
+
+        That is faster if there is one bucket, which nothing overlaps.
+        """
+        local = self._local
+        if not self._captures or local is None or reducer.num_buckets > 1:
+            return None
+        may_recompute = isinstance(local.context, ReplicaContext) and local.context.may_recompute
+        return None if may_recompute else local.leaves
+
+    def _run_local(
+        self,
+        group: RankGroup,
+        local: ReplicaGraph,
+        outputs: list[Tensor],
+        grads: list[Tensor],
+        capture: Sequence[Tensor] | None,
+    ) -> Gradients | None:
+        """Run the backward of this rank. Returns the captured gradients, if any are."""
+        rng, on_cpu = self._graph.rng, self._channel.is_on_cpu
         context = rng.backward_context(self._rank) if on_cpu else rng.joint_backward_context(self._rank)
         outer = is_replica_thread()
         set_replica_thread(True)  # a wrapper in a checkpointed region runs again, as in the forward
         try:
             with AutocastState.capture().enter():
-                backward_in_group(group, self._rank, local, outputs, grads, self._retain_graph, context)
+                return backward_in_group(group, self._rank, local, outputs, grads, self._retain_graph, context, capture)
         finally:
             set_replica_thread(outer)
 
@@ -304,13 +347,19 @@ def end_message(
             shapes.append((index, tuple(gradient.shape) if is_sparse else None))
             tensors += [gradient.coalesce().indices(), gradient.coalesce().values()] if is_sparse else [gradient]
     with_gradient = {index: gradient for index, gradient in enumerate(inputs) if gradient is not None}
-    end = BackwardEnd(absent, shapes, list(with_gradient), rng_used, reducer.is_exact, reducer.identity, begin)
-    return Message(operation, body=end, tensors=[*tensors, *with_gradient.values()])
+    began = None if begin is None else tuple(begin)
+    end = BackwardEnd(absent, shapes, list(with_gradient), rng_used, reducer.is_exact, reducer.identity, began)
+    return Message(operation, body=tuple(end), tensors=[*tensors, *with_gradient.values()])
 
 
-def check_same_reduction(channel: RankChannel, messages: Sequence[Message]) -> None:
+def end_of(message: Message) -> BackwardEnd:
+    """What a rank has sent with `end_message`."""
+    return BackwardEnd(*message.body)
+
+
+def check_same_reduction(channel: RankChannel, ends: Sequence[BackwardEnd]) -> None:
     """`RankFailure`, on every rank, if ranks reduce the gradients of different parameters."""
-    found = [message.body.reduction for message in messages]
+    found = [end.reduction for end in ends]
     other = next((rank for rank, reduction in enumerate(found) if reduction != found[0]), None)
     if other is not None:
         channel.on_out_of_step()
@@ -321,9 +370,8 @@ def check_same_reduction(channel: RankChannel, messages: Sequence[Message]) -> N
         )
 
 
-def sum_over_ranks(reducer: BucketAllReduce, messages: Sequence[Message]) -> Gradients:
+def sum_over_ranks(reducer: BucketAllReduce, messages: Sequence[Message], ends: Sequence[BackwardEnd]) -> Gradients:
     """The sums of all ranks' gradients, given the last messages; None for a source that has none on any rank."""
-    ends: list[BackwardEnd] = [message.body for message in messages]
     sums = reducer.finish()
     if not all(end.is_exact for end in ends):  # the buckets are reduced once more, on all ranks
         sums = reducer.again().finish()
@@ -347,8 +395,8 @@ def sum_over_ranks(reducer: BucketAllReduce, messages: Sequence[Message]) -> Gra
 
 def _norm(gradient: Tensor) -> float:
     if gradient.numel() == 1:  # that of a loss
-        return abs(float(gradient))
-    return float(torch.linalg.vector_norm(gradient.double()))
+        return abs(gradient.item())
+    return float(torch.linalg.vector_norm(gradient.detach().double()))
 
 
 def _sparse(indices: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:

@@ -42,7 +42,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, Tensor):
             if self._replica is not None and id(value) in self._replica.tensors.sources:
                 return _MODULE, next(n for n, tensor in enumerate(_module_tensors(self._replica)) if tensor is value)
-            if is_plain_tensor(value) and value.device.type in ("cpu", self._device.type):
+            if is_plain_tensor(value) and (value.is_cpu or value.device.type == self._device.type):
                 index = self._indices.setdefault(id(value), len(self.tensors))
                 if index == len(self.tensors):
                     self.tensors.append(value)
@@ -190,10 +190,12 @@ def _rng_use(call: ReplicaCall, index: int) -> dict[str, Any]:
     """The fields of `RankResult` for the generators that were used."""
     call.rng.report_use()
     caller, pairs = call.rng.caller, call.rng.generator_pairs[index]
+    default_used = caller.cpu.was_used()
+    caller.cpu.used_remotely, caller.cpu.use_is_known = default_used, True  # the other ranks report theirs
     uses = {
         "host_rng_used": caller.cpu.streams_used,
         "device_rng_used": caller.accelerator_seed is not caller.cpu and caller.accelerator_seed.streams_used,
-        "default_rng_used": caller.cpu.was_used(),
+        "default_rng_used": default_used,
         "generators_used": [n for n, (source, _) in enumerate(pairs) if caller.track(source).streams_used],
     }
     return {name: value for name, value in uses.items() if value}
@@ -231,8 +233,7 @@ def _module_tensors(replica: Replica) -> list[Tensor]:
 def decode_result(call: ReplicaCall, index: int, data: bytes, tensors: Sequence[Tensor]) -> RankResult:
     """Decode the result of another rank's forward."""
     replica = call.replicas[index]
-    values = _Unpickler(data, tensors, replica.device, replica).load()
-    return RankResult(**values)
+    return RankResult(**_Unpickler(data, tensors, replica.device, replica).load())
 
 
 def apply_result(call: ReplicaCall, index: int, encoded: RankResult, *, idle: bool = False) -> ReplicaResult:

@@ -20,7 +20,14 @@ from instep.engines.base import RankOptions, ReplicaCall, add_replica_note, rais
 from instep.engines.concurrent import ConcurrentEngine
 from instep.engines.rendezvous import Rendezvous
 from instep.engines.thread_pool import is_replica_thread, set_replica_thread
-from instep.engines.torchrun.backward import RankBackward, check_same_reduction, end_message, sum_over_ranks
+from instep.engines.torchrun.backward import (
+    BackwardEnd,
+    RankBackward,
+    check_same_reduction,
+    end_message,
+    end_of,
+    sum_over_ranks,
+)
 from instep.engines.torchrun.channel import BEGIN, END, FAILED, IDLE, OTHER_ROWS, Message
 from instep.engines.torchrun.checks import CallDigests, check_digests, check_modules, check_seeds
 from instep.engines.torchrun.codec import (
@@ -38,6 +45,7 @@ from instep.engines.torchrun.digest import digest_arguments, digest_tensors
 from instep.engines.torchrun.group import RankGroup
 from instep.engines.torchrun.launch import Ranks, connect, rank_device, world_size
 from instep.engines.torchrun.local_buckets import LocalBuckets, bucket_places
+from instep.engines.torchrun.prepared import PreparedRankRun, prepare_run
 from instep.engines.torchrun.reduction import BucketAllReduce, BucketPlan
 from instep.engines.torchrun.row_order import RowOrders
 from instep.errors import EngineError, LostExchange, RankFailure
@@ -209,7 +217,12 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
     def _describe(self, method: str) -> str:
         return self._name if method == "forward" else f"{self._name}.{method}"
 
-    def forward(self, call: ReplicaCall) -> list[ReplicaResult]:
+    def forward(self, call: ReplicaCall, *, prepared: bool = False) -> list[ReplicaResult]:
+        """Run the forward of this rank's replica, and get the results of all.
+
+        Args:
+            prepared: Whether the call is like an earlier one (see `PreparedRankRun`).
+        """
         self._num_calls += 1
         module = self._describe(call.method)
         mode = _mode(call.replicas[0].source_modules[0])
@@ -218,10 +231,13 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
             if isinstance(replica, ReplicaStandIn):
                 replica.restore_views()
         caller, index = call.rng.caller, self._rank
-        header = caller.cpu.base_seed, caller.accelerator_seed.base_seed
+        header = (caller.cpu.base_seed, caller.accelerator_seed.base_seed), prepared
         group = RankGroup(self.channel, self._operation, len(call.replicas))
         if not self._writes_arguments:  # such a call must not run twice
             group.expect_rows(self.row_orders, ("forward", call.method, mode))
+        if prepared and (group.expected or self._writes_arguments):
+            self._needs_agreement = False  # all ranks know that
+            raise LostExchange("other calls have called collectives, or written to arguments.")
         self._needs_agreement = True  # until the messages of all ranks say otherwise
         if group.expected:  # is every rank about to gather these rows?
             self.channel.check(self.channel.exchange(Message(self._operation, BEGIN)))
@@ -234,7 +250,7 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         set_replica_thread(True)
         try:
             with without_checkpoint_hooks():
-                own = run_forward(call, index, group)
+                own = run_forward(call, index, group, prepared=prepared)
         finally:
             set_replica_thread(outer)
         if group.broken is not None:
@@ -282,7 +298,7 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         if not failed:
             self.channel.check(messages)
         if all(message.step == END for message in messages):
-            check_seeds([message.body[0] for message in messages])
+            self._check_headers([message.body[0] for message in messages])
         if failed:
             self._raise_broken(messages, own)
         group.record_rows(self.row_orders)
@@ -307,6 +323,12 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
             results.append(result)
         return results
 
+    def _check_headers(self, headers: Sequence[tuple[tuple[int, ...], bool]]) -> None:
+        """Raise unless all ranks have the same random state, and run the call as prepared, or none of them."""
+        check_seeds([seeds for seeds, _ in headers])
+        if len({prepared for _, prepared in headers}) > 1:
+            raise LostExchange("only some ranks run the call as it was prepared.")
+
     def _raise_broken(self, messages: Sequence[Message], own: ReplicaResult | None) -> list[ReplicaResult]:
         """Raise the error of the first rank that failed in a forward."""
         names = [f"rank {rank}" for rank in range(self._ranks.count)]
@@ -319,11 +341,21 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         raise_first_error(names, results)
         raise RankFailure(f"{self._operation} failed on another rank.")
 
+    def prepare(self, call: ReplicaCall, results: Sequence[ReplicaResult]) -> PreparedRankRun | None:
+        if len(call.replicas) < self._ranks.count:
+            return None
+        return prepare_run(self, call, results[self._rank], results)
+
     def backward(
-        self, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool
+        self, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool, *, captures: bool = False
     ) -> tuple[Gradients, list[Gradients]]:
+        """Run the backward of this rank's replica, and sum the gradients of all.
+
+        Args:
+            captures: Whether gradients may be captured instead of accumulated, if that is faster.
+        """
         with self._lock:
-            backward = RankBackward(self, graph, gradients, retain_graph)
+            backward = RankBackward(self, graph, gradients, retain_graph, captures=captures)
             try:
                 column, inputs = backward.run()
             except BaseException:
@@ -336,8 +368,8 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
                 return [None] * len(graph.sources), inputs
             return column, inputs
 
-    def begin_reduction(self, sources: Sequence[Tensor], leaves: Sequence[Tensor], *, overlap: bool) -> BucketAllReduce:
-        """A reduction of the gradients of leaves; with `overlap`, buckets start when the gradients arrive."""
+    def begin_reduction(self, sources: Sequence[Tensor], leaves: Sequence[Tensor]) -> BucketAllReduce:
+        """A reduction of the gradients of leaves."""
         group = self._ranks.bucket_group
         if self._bucket_plan is None or not self._bucket_plan.is_current(sources):
             self._bucket_plan = BucketPlan(sources, self._module())
@@ -351,15 +383,19 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
             local,
         )
         self._last_reducer = reducer if local is None else None
-        if overlap:
-            self._watch_gradients(leaves, self._bucket_plan.watched())
-            self._reducer = reducer
         return reducer
 
-    def finish_reduction(self, reducer: BucketAllReduce, messages: Sequence[Message]) -> Gradients:
-        """The sums of all ranks' gradients, given their last messages."""
-        check_same_reduction(self.channel, messages)
-        sums = sum_over_ranks(reducer, messages)
+    def overlap_reduction(self, reducer: BucketAllReduce, leaves: Sequence[Tensor]) -> None:
+        """Start buckets when their gradients arrive."""
+        self._watch_gradients(leaves, reducer.watched())
+        self._reducer = reducer
+
+    def finish_reduction(
+        self, reducer: BucketAllReduce, messages: Sequence[Message], ends: Sequence[BackwardEnd]
+    ) -> Gradients:
+        """The sums of all ranks' gradients, given their last messages, and what these say."""
+        check_same_reduction(self.channel, ends)
+        sums = sum_over_ranks(reducer, messages, ends)
         self._share_buckets(messages[self._rank].operation)
         return sums
 
@@ -411,12 +447,12 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
 
     def _sum_deferred(self, sources: Sequence[Tensor], columns: Sequence[Gradients]) -> Gradients:
         operation = f"end of no_sync of {self._name}"
-        reducer = self.begin_reduction(sources, (), overlap=False)
+        reducer = self.begin_reduction(sources, ())
         reducer.set_gradients(columns[0])
         reducer.start_rest()
         messages = self.channel.exchange(end_message(operation, reducer, columns[0]))
         self.channel.check(messages)
-        return self.finish_reduction(reducer, messages)
+        return self.finish_reduction(reducer, messages, [end_of(message) for message in messages])
 
     def close(self) -> None:
         """The connections to the other ranks stay: other wrappers use them."""

@@ -15,7 +15,7 @@ import mmap
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,14 @@ from instep.engines.torchrun.local_memory import CACHE_LINE
 _LABEL = "the reduction of gradients"
 
 
+class Plan(Protocol):
+    """The tensors that buckets are made of."""
+
+    def views(self, flat: Tensor, number: int) -> list[Tensor]:
+        """The parts of a flat bucket, in the shapes of the tensors."""
+        ...
+
+
 class LocalBuckets:
     """The buckets of one module. Its ranks reduce them again and again, all buckets each time."""
 
@@ -36,7 +44,8 @@ class LocalBuckets:
         self._channel, self._rank, self._device, count = channel, channel.rank, channel.device, channel.count
         self._copies: list[Any] = []
         """The events of the copies from a device in this reduction."""
-        if self._device.type == "cuda":
+        self.is_on_cuda: bool = self._device.type == "cuda"
+        if self.is_on_cuda:
             _pin(self, memory, self._device, self._copies)
         words = CACHE_LINE // 8
         numbers = np.frombuffer(memory, np.int64, 2 * count * words).reshape(2, count, words)[:, :, 0]
@@ -51,6 +60,8 @@ class LocalBuckets:
                 row.append(_tensor_at(memory, at, dtype, numel))
                 at += _aligned(numel * dtype.itemsize)
             self._rows.append(row)
+        self._divided: dict[int, tuple[Plan, list[list[Tensor]]]] = {}
+        """By bucket: the last plan, and the parts of its places."""
         self.number = 0
         """The number of reductions that this rank has begun."""
         self._num_published = 0
@@ -75,7 +86,7 @@ class LocalBuckets:
 
         Then it is packed elsewhere, as are those after it.
         """
-        is_next = self._device.type == "cpu" and bucket == self._num_published
+        is_next = not self.is_on_cuda and bucket == self._num_published
         return self._rows[self._rank][bucket] if is_next and self._is_free() else None
 
     def _is_free(self) -> bool:
@@ -124,11 +135,35 @@ class LocalBuckets:
             copied.synchronize()
         self.publish(bucket)
 
-    def sum(self, bucket: int, packed: Tensor) -> Tensor:
-        """The sum of all ranks' buckets, of which `packed` is that of this rank."""
+    def _wait_for(self, bucket: int) -> None:
+        """Wait until all ranks have published a bucket."""
         number = self._last_number(bucket)
         self._channel.wait(_LABEL, lambda peer: self._packed[peer] >= number)
         self._channel.fence()
+
+    def _parts(self, bucket: int, plan: Plan) -> list[list[Tensor]]:
+        """The places of a bucket in all rows, divided into the parts of a plan."""
+        found = self._divided.get(bucket)
+        if found is None or found[0] is not plan:
+            found = self._divided[bucket] = plan, [plan.views(row[bucket], bucket) for row in self._rows]
+        return found[1]
+
+    def own_parts(self, bucket: int, plan: Plan) -> list[Tensor]:
+        """The parts of the place where this rank packs a bucket."""
+        return self._parts(bucket, plan)[self._rank]
+
+    def sum_parts(self, bucket: int, plan: Plan) -> list[Tensor]:
+        """The sums of the parts of all ranks' buckets on the CPU. They do not share memory."""
+        self._wait_for(bucket)
+        first, second, *others = self._parts(bucket, plan)
+        totals = list(torch._foreach_add(first, second))
+        for other in others:
+            torch._foreach_add_(totals, other)
+        return totals
+
+    def sum(self, bucket: int, packed: Tensor) -> Tensor:
+        """The sum of all ranks' buckets, of which `packed` is that of this rank."""
+        self._wait_for(bucket)
         first, second, *others = (
             packed if rank == self._rank else row[bucket].to(packed.device, non_blocking=True)
             for rank, row in enumerate(self._rows)
@@ -140,7 +175,7 @@ class LocalBuckets:
 
     def end(self) -> None:
         """End a reduction: all sums are taken."""
-        if self._device.type == "cuda":
+        if self.is_on_cuda:
             torch.cuda.current_stream(self._device).synchronize()
         self._copies.clear()
         self._channel.fence()

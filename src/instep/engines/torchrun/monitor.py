@@ -7,8 +7,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from instep.errors import RankFailure
@@ -36,20 +35,21 @@ class RankMonitor:
         """The step at which this rank waits for others; empty if it does not."""
         self._last = "none"
         self._since = 0.0
+        self._waiting = _Waiting(self)
         self._stopped = threading.Event()
         thread = threading.Thread(target=_answer, args=(weakref.ref(self), self._stopped), daemon=True)
         thread.name = "instep rank monitor"
         thread.start()
 
-    @contextmanager
-    def waiting(self, step: str) -> Iterator[None]:
-        """Context manager: this rank waits for others at a step."""
+    def waiting(self, step: str) -> AbstractContextManager[None]:
+        """Context manager: this rank waits for others at a step, until the context is left."""
         self._current = self._last = step
         self._since = time.monotonic()
-        try:
-            yield
-        finally:
-            self._current = ""
+        return self._waiting
+
+    def stop_waiting(self) -> None:
+        """The step is over."""
+        self._current = ""
 
     def close(self) -> None:
         """Leave a last answer for the others, when this process exits."""
@@ -113,6 +113,19 @@ class RankMonitor:
                         break
             time.sleep(0.1)
         return answers
+
+
+class _Waiting:
+    """Context manager: ends a wait. One object for all of them, because every exchange waits."""
+
+    def __init__(self, monitor: RankMonitor) -> None:
+        self._monitor = weakref.proxy(monitor)
+
+    def __enter__(self) -> None:
+        """The monitor knows the step already."""
+
+    def __exit__(self, *_: object) -> None:
+        self._monitor.stop_waiting()
 
 
 def _answer(monitor_ref: weakref.ref[RankMonitor], stopped: threading.Event) -> None:

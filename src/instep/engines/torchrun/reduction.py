@@ -18,7 +18,7 @@ from instep.collectives.buckets import all_present, gradient_buckets
 from instep.engines.torchrun.local_buckets import LocalBuckets
 from instep.replicas.tensors import get_grad
 from instep.replicas.write_watch import get_version
-from instep.runtime.modes import set_inference_mode
+from instep.runtime.modes import set_grad_mode, set_inference_mode
 
 COMPRESSED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Settings of `reduce` that send gradients in another dtype."""
@@ -49,8 +49,7 @@ class BucketPlan:
         self.last: dict[int, int] = {}
         """By the number of a bucket: the index of the gradient that arrives last, if it is known."""
         self._like = [[self.sources[index] for index in bucket.indices] for bucket in self.buckets]
-        self._place_views: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        """By the number of a bucket: its last place, and the views of it."""
+        self._has_no_empty = [all(map(Tensor.numel, like)) for like in self._like]
 
     def is_current(self, sources: Sequence[Tensor]) -> bool:
         same_count = len(sources) == len(self.sources)
@@ -63,17 +62,10 @@ class BucketPlan:
             found.update([self.last[number]] if number in self.last else bucket.indices)
         return found
 
-    def place_views(self, place: Tensor, number: int) -> list[Tensor]:
-        """`views` of a place that many reductions use."""
-        cached = self._place_views.get(number)
-        if cached is None or cached[0] is not place:
-            cached = self._place_views[number] = place, self.views(place, number)
-        return cached[1]
-
     def views(self, flat: Tensor, number: int) -> list[Tensor]:
         """The parts of a flat bucket, in the shapes of the tensors."""
         like = self._like[number]
-        if all(map(Tensor.numel, like)):
+        if self._has_no_empty[number]:
             return list(torch._C._nn.unflatten_dense_tensors(flat, like))
         parts = flat.split([source.numel() for source in like])
         return [part.view(source.shape) for part, source in zip(parts, like, strict=True)]
@@ -141,6 +133,14 @@ class BucketAllReduce:
         """The number and a digest of the parameters, and the number of the reduction. Equal on ranks in step."""
         plan = self._plan
         return len(plan.sources), plan.parameters_digest, 0 if self._local is None else self._local.number
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._plan.buckets)
+
+    def watched(self) -> set[int]:
+        """The indices of the gradients whose arrival has to be reported with `mark_ready`."""
+        return self._plan.watched()
 
     def set_gradients(self, gradients: Gradients) -> None:
         """Set this rank's gradients, for buckets that have not started."""
@@ -217,7 +217,7 @@ class BucketAllReduce:
     def _pack(self, number: int, place: Tensor | None) -> Tensor:
         """A bucket with this rank's gradients, in `place` if given. A gradient that has not arrived counts as zero."""
         bucket = self._plan.buckets[number]
-        with torch.no_grad(), set_inference_mode(False):
+        with set_grad_mode(False), set_inference_mode(False):
             indices, dtype = list(bucket.indices), self._sent_dtype(bucket.dtype)
             gradients = self._read(indices)
             dense = cast(list[Tensor], gradients) if _are_strided(gradients) else None
@@ -225,7 +225,10 @@ class BucketAllReduce:
                 flat = torch._C._nn.flatten_dense_tensors(dense)
             else:
                 flat = torch.empty(bucket.numel, dtype=dtype, device=self._device) if place is None else place
-                views = self._plan.views(flat, number) if place is None else self._plan.place_views(place, number)
+                if place is None or self._local is None:
+                    views = self._plan.views(flat, number)
+                else:
+                    views = self._local.own_parts(number, self._plan)
                 if dense is None:
                     flat.zero_()
                     found = zip(indices, gradients, views, strict=True)
@@ -252,12 +255,18 @@ class BucketAllReduce:
                 self._local.complete(number, flat, work)
         sums: Gradients = [None] * len(self._plan.sources)
         for number, (work, flat, bucket) in enumerate(zip(self._works, self._flats, self._plan.buckets, strict=True)):
-            total = flat
-            if self._local is not None:
-                total = self._local.sum(number, flat)
+            total, local = flat, self._local
+            if local is not None:
+                if not local.is_on_cuda and flat.dtype is bucket.dtype:
+                    parts = local.sum_parts(number, self._plan)
+                    for index, part in zip(bucket.indices, parts, strict=True):
+                        sums[index] = part
+                    continue
+                total = local.sum(number, flat)
             elif work is not None:
                 work.wait()
-            total = total.to(bucket.dtype)
+            if total.dtype is not bucket.dtype:
+                total = total.to(bucket.dtype)
             for index, view in zip(bucket.indices, self._plan.views(total, number), strict=True):
                 sums[index] = view
         if self._local is not None:
