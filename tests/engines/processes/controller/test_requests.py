@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 import instep
 from instep.engines.processes.controller.client import WorkerClient, client_for
+from instep.engines.processes.controller.requests import RetryingRequest
 from instep.engines.processes.lifecycle.process import WorkerProcess
+from instep.engines.processes.transport.copy_streams import CallStreams
 from instep.runtime.affinity import SenderCpuAvoidance, current_cpu
 from instep.runtime.process_role import inside_worker
 
@@ -197,3 +199,19 @@ def test_concurrent_threads_share_one_client(monkeypatch: pytest.MonkeyPatch) ->
     assert made == [worker]
     assert all(client is found[0] for client in found)
     model.close()
+
+
+def test_a_request_for_which_others_wait_is_not_sent_to_a_worker_that_has_exited() -> None:
+    """A message to it would go into memory, without an error."""
+    with wrap(nn.Linear(4, 3)) as model:
+        model(torch.randn(4, 4))
+        engine: Any = model._instep_engine
+        worker = engine._pool.get(1)
+        os.kill(worker.pid, signal.SIGKILL)
+        assert worker.wait_exit(time.monotonic() + 20)
+        receivers: list[WorkerProcess] = []
+        request: Any = SimpleNamespace(may_use_ipc=False, send=lambda client: receivers.append(client.worker))
+        RetryingRequest(engine, 1, CallStreams(engine._devices), None).send(request, replace_at_once=True)
+        (receiver,) = receivers
+        assert receiver is not worker
+        assert receiver.is_alive()

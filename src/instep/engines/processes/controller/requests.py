@@ -127,15 +127,18 @@ class RetryingRequest(Generic[T]):
         wait for it on their device before `receive` is called.
         """
         self._request = request
-        self._send()
+        self._send(check=replace_at_once)
         while replace_at_once and self._connection_error is not None:
             self._provider.replace_dead(self._index, self._worker, self._connection_error)
-            self._send()
+            self._send(check=True)
 
-    def _send(self) -> None:
+    def _send(self, *, check: bool = False) -> None:
+        """Send the request; with `check`, not to a worker that has exited, whose mailbox still takes messages."""
         self._worker = self._pending = self._connection_error = None
         try:
             self._worker, self._client = self._provider.get_worker(self._index)
+            if check and not self._worker.is_alive():
+                raise ConnectionClosed(f"{self._worker.name} has exited")
             with self._client.lock:
                 last_id = self._client.last_request_id
                 try:
