@@ -213,6 +213,39 @@ def test_a_function_with_its_own_weight(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_a_function_whose_loss_depends_on_the_target(engine: str) -> None:
+    """Calls of both kinds are repeated until they are prepared."""
+
+    def either(output: Tensor, target: Tensor) -> Tensor:
+        if target.is_floating_point():
+            return functional.mse_loss(output, target)
+        return functional.cross_entropy(output, target, ignore_index=-100)
+
+    net = nn.Linear(4, CLASSES).double()
+    x = torch.randn(B, 4, dtype=torch.float64)
+    targets = {"a": torch.randn(B, CLASSES, dtype=torch.float64), "b": indices(ignored=-100)}
+    with torch.no_grad(), instep.DataParallel(instep.with_loss(net, either), ["cpu"] * 2, engine=engine) as model:
+        for kind in "aaaaaabbbbbbaaaabba":
+            expected = either(net(x), targets[kind])
+            torch.testing.assert_close(model(x, targets[kind]), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ["threads", "processes"])
+def test_losses_of_samples_inside_a_function(engine: str) -> None:
+    net = nn.Linear(4, CLASSES).double()
+    x, y = torch.randn(B, 4, dtype=torch.float64), indices(ignored=-100)
+    with instep.DataParallel(instep.with_loss(net, _with_losses_of_samples), ["cpu"] * 2, engine=engine) as model:
+        for _ in range(4):
+            torch.testing.assert_close(model(x, y), _with_losses_of_samples(net(x), y), rtol=1e-12, atol=1e-12)
+
+
+def _with_losses_of_samples(output: Tensor, target: Tensor) -> Tensor:
+    losses = torch.func.vmap(lambda row, label: functional.cross_entropy(row[None], label[None]))(output, target)
+    assert len(losses) == len(output)
+    return functional.cross_entropy(output, target, ignore_index=-100)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_where_the_target_is(engine: str) -> None:
     net, x, y = nn.Linear(4, CLASSES), torch.randn(B, 4), indices()
     expected = functional.cross_entropy(net(x), y)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import instep
 from instep.engines.thread_pool import is_replica_thread, set_replica_thread
+from instep.runtime import ambient
 from instep.runtime.ambient import AmbientState, CpuState
 
 
@@ -198,6 +200,23 @@ def test_a_backward_inside_of_an_autocast_block_is_under_autocast(wrap: Any, eng
         factor = (2 if dtype is torch.bfloat16 else 3) if inside else 1
         assert torch.equal(net.layer.bias.grad, torch.full((3,), 6.0 * factor))
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_an_interruption_does_not_change_the_nesting_of_autocast() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(300):
+            with suppress(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 1e-4)
+                while True:
+                    ambient._autocast_nesting()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert ambient._autocast_nesting() == 0
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda", "xpu"])

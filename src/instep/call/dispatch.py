@@ -58,7 +58,7 @@ class ReplicaDispatch:
     """Ids of mutable objects, other than tensors, in the arguments."""
     select_output: Callable[[Any], Any] | None = None
     """Returns an output without what is not merged."""
-    changed_shared: Callable[[], bool] | None = None
+    check_local_effects: Callable[[], bool] | None = None
     """Returns whether a forward in this process changed what the replicas share."""
     find_functions: bool = False
     """Whether to look for custom autograd functions in the graphs of the outputs."""
@@ -174,9 +174,7 @@ class ReplicaDispatch:
         """Whether the forward of a replica had an effect that only its process can see."""
         if self.find_functions or self.shared_arguments is not None:
             return True
-        if self.changed_shared is not None and self.changed_shared():
-            return True
-        return retains_grad(result)
+        return has_local_effects(self.check_local_effects or bool, result)
 
     def _restore_module_tensors(self, results: Sequence[ReplicaResult]) -> None:
         """Replace replicas' parameters and buffers in outputs by the module's own."""
@@ -438,6 +436,11 @@ def _connected_sources(
         if source.is_leaf or any(id(pairs[index][1]) in used for pairs in trainable)
     ]
     return [sources[index] for index in kept], [[pairs[index][1] for index in kept] for pairs in trainable]
+
+
+def has_local_effects(check_local_effects: Callable[[], bool], result: ReplicaResult) -> bool:
+    """Whether the forward of a replica changed what the replicas share, or called `retain_grad()`."""
+    return check_local_effects() or retains_grad(result)
 
 
 def retains_grad(result: ReplicaResult) -> bool:

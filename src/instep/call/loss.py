@@ -88,7 +88,10 @@ _returned_mean: WeakKeyDictionary[LossTrials, bool] = WeakKeyDictionary()
 
 
 class Loss(NamedTuple):
-    """A criterion, the position of its target, and the divisor of its mean. No call can change which they are."""
+    """A criterion, the position of its target, and the divisor of its mean.
+
+    Immutable, so that calls need not look whether `forward` has changed it.
+    """
 
     criterion: Criterion
     target: Target
@@ -122,7 +125,7 @@ class Loss(NamedTuple):
         elif loss is None or loss.reduction == "none":
             return self.criterion(output, target)
         else:
-            parts = self._sums(loss, output, target)
+            parts = _with_number(self._sums(loss, output, target))
         return {**parts, CRITERION_RESULT: self.criterion(output, target)} if is_probing() else parts
 
     def mean_parts(self, output: Any, target: Any) -> Any:
@@ -130,6 +133,7 @@ class Loss(NamedTuple):
         _, parts = self._call_criterion(output, target, self._sums)
         if parts is None:
             raise NoTorchMean("the criterion did not return the mean of a loss of torch, as in the calls before.")
+        parts = _with_number(parts)
         return {**parts, CRITERION_RESULT: self.criterion(output, target)} if is_probing() else parts
 
     def _call_criterion(
@@ -149,8 +153,8 @@ class Loss(NamedTuple):
         is_float = target.is_floating_point()
         dtype = torch.promote_types(output.dtype, target.dtype) if is_float else output.dtype
         # The mean of a batch fits into a half-precision number, but its sum may overflow: it is computed in float32.
-        in_float32 = dtype in _HALF_DTYPES and loss.reduction != "sum"
-        in_float32 = in_float32 and not torch.is_autocast_enabled(output.device.type)
+        is_half_mean = dtype in _HALF_DTYPES and loss.reduction != "sum"
+        in_float32 = is_half_mean and not torch.is_autocast_enabled(output.device.type)
         if in_float32:
             sum_loss._buffers = {name: _half_to_float(value) for name, value in loss._buffers.items()}
         divisor = 1 if loss.reduction == "sum" else divisor_of(sum_loss, output, target)
@@ -253,6 +257,14 @@ class WithLoss(Transparent):
 
     def __repr__(self) -> str:
         return f"with_loss({self.module!r}, {self._instep_loss.criterion!r})"
+
+
+def _with_number(parts: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a loss. A count on the CPU becomes a number, which is faster to send and to add."""
+    count = parts["divisor"]
+    if isinstance(count, Tensor) and count.is_cpu and not count.is_floating_point():
+        return parts if torch.compiler.is_compiling() else {**parts, "divisor": int(count)}
+    return parts
 
 
 def _weighted_parts(loss: Any, weight: Any) -> dict[str, Any]:

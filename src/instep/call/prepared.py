@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from instep.autograd.bridge import BackwardEngine, CallGraph, ReplicaGraph, VersionTracker, bridge
-from instep.call.dispatch import ReplicaDispatch, retains_grad
+from instep.call.dispatch import ReplicaDispatch, has_local_effects
+from instep.call.options import MethodBinding
 from instep.call.shared_arguments import has_shared_arguments
 from instep.engines.base import Arguments, Engine, PreparedRun, ReplicaCall
 from instep.replicas.replica import Replica, ReplicaResult
+from instep.replicas.replica_set import ReplicaSet
 from instep.replicas.tensors import ParameterSharing
 from instep.runtime.ambient import AmbientState, CpuState
 from instep.runtime.rng import ReplicaRng
@@ -109,7 +111,7 @@ class PreparedCalls:
     def __init__(self, engine: Engine, devices: Sequence[torch.device], *, places_arguments: bool) -> None:
         """`places_arguments` is whether the user has chosen devices of arguments."""
         is_known = {device.type for device in devices} in ({"cpu"}, {"cuda"})
-        self._on_cpu = devices[0].type == "cpu"
+        self._engine, self._on_cpu = engine, devices[0].type == "cpu"
         self._supported = is_known and not engine.joint_graph and not engine.serialized and not places_arguments
         self._calls: dict[tuple[int, bool], PreparedCall] = {}
         self._last_generation = -1
@@ -151,19 +153,44 @@ class PreparedCalls:
         prepared.other_states = 0 if is_same_state else prepared.other_states + 1
         return prepared if is_same_state else None
 
+    def dispatch(
+        self,
+        prepared: PreparedCall,
+        binding: MethodBinding,
+        replicas: ReplicaSet,
+        ambient: AmbientState,
+        rng: ReplicaRng,
+        run: PreparedRun | None,
+    ) -> PreparedDispatch:
+        """One forward of a prepared call, by its prepared run if there is one."""
+        return PreparedDispatch(
+            prepared,
+            self._engine,
+            binding.replica_method,
+            ambient,
+            replicas.needs_state_sync,
+            rng,
+            select_output=binding.merger.without_dropped,
+            check_local_effects=replicas.check_local_effects,
+            prepare_run=self.prepare_run,
+            prepared_run=run,
+        )
+
+    def clear(self) -> None:
+        """Forget all prepared calls."""
+        self._calls.clear()
+
     def count_lost_run(self) -> None:
         """Count a call that has to run again because it did not fit its prepared run."""
         self._lost_runs += 1
 
-    def prepare_run(
-        self, prepared: PreparedCall, engine: Engine, call: ReplicaCall, results: Sequence[ReplicaResult]
-    ) -> None:
+    def prepare_run(self, prepared: PreparedCall, call: ReplicaCall, results: Sequence[ReplicaResult]) -> None:
         """Let the engine prepare for further calls like this one."""
         if prepared.run is not None and prepared.other_states < _MAX_OTHER_STATES:
             return
         if not self._on_cpu or self._lost_runs >= _MAX_LOST_RUNS or call.ambient.compiler is not None:
             return
-        run, prepared.other_states = engine.prepare(call, results), 0
+        run, prepared.other_states = self._engine.prepare(call, results), 0
         if run is not None:  # without the context variables of this call
             prepared.cpu_state, prepared.ambient = CpuState(), replace(call.ambient, context_vars=Context())
         prepared.run = run  # last: an interruption may come before
@@ -236,14 +263,16 @@ class PreparedDispatch:
         ambient: AmbientState,
         sync_state: bool,
         rng: ReplicaRng,
+        *,
         select_output: Callable[[Any], Any],
-        changed_shared: Callable[[], bool],
-        prepare_run: Callable[[PreparedCall, Engine, ReplicaCall, Sequence[ReplicaResult]], None],
-        prepared_run: PreparedRun | None = None,
+        check_local_effects: Callable[[], bool],
+        prepare_run: Callable[[PreparedCall, ReplicaCall, Sequence[ReplicaResult]], None],
+        prepared_run: PreparedRun | None,
     ) -> None:
         """With a prepared run, that runs the replicas. It raises `LostExchange` if the call has to run without it."""
         self._prepared, self._engine, self._method = prepared, engine, method
-        self._select_output, self._changed_shared, self._prepare_run = select_output, changed_shared, prepare_run
+        self._select_output, self._prepare_run = select_output, prepare_run
+        self._check_local_effects = check_local_effects
         self.replicas = prepared.replicas
         self._prepared_run = prepared_run
         self._ambient, self._sync_state, self.rng = ambient, sync_state, rng
@@ -294,7 +323,7 @@ class PreparedDispatch:
             return results
         self.plain_outputs = True
         if prepared_run is None and not self._hook_ids:
-            self._prepare_run(self._prepared, self._engine, call, results)
+            self._prepare_run(self._prepared, call, results)
         if self._ambient.grad_enabled:
             self._bridge_outputs(results, outputs, prepared_run or self._engine)
         return results
@@ -312,7 +341,7 @@ class PreparedDispatch:
             (),
             names,
             self._select_output,
-            partial(_has_local_effects, self._changed_shared),
+            partial(has_local_effects, self._check_local_effects),
             has_plain_arguments=True,
         )
 
@@ -398,11 +427,6 @@ class PreparedDispatch:
         )
         dispatch.resume_after_forward(self._versions)
         return dispatch
-
-
-def _has_local_effects(changed_shared: Callable[[], bool], result: ReplicaResult) -> bool:
-    """Whether a replica's forward had an effect that only its process can see."""
-    return changed_shared() or retains_grad(result)
 
 
 def _replace(value: Any, table: dict[int, Tensor]) -> Any:

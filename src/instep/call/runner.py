@@ -101,6 +101,7 @@ class ParallelRunner:
         binding = MethodBinding(self.module, call.method, self.options, count, sums_mean=sums_mean)
         binding.planner = call.binding.planner
         self.methods[call.method] = binding
+        self.prepared_calls.clear()  # they run another method
         return replace(call, binding=binding)
 
     def bind(
@@ -461,7 +462,7 @@ class ParallelRunner:
             SharedArguments(call.plan, call.values) if shares else None,
             mutable_ids(call.values) if several and self.engine.out_of_process else (),
             call.binding.merger.without_dropped,
-            self.replicas.has_local_effects,
+            self.replicas.check_local_effects,
             find_functions=probe is not None and ambient.grad_enabled and probe.claim_graph_check(),
         )
 
@@ -475,13 +476,15 @@ class ParallelRunner:
         return self.prepared_calls.find(call.plan, call.values, replicas, self.replicas.generation, ambient)
 
     def _prepared_dispatch(
-        self, prepared: PreparedCall, call: BoundCall, ambient: AmbientState, rng: ReplicaRng, *run: PreparedRun
+        self,
+        prepared: PreparedCall,
+        call: BoundCall,
+        ambient: AmbientState,
+        rng: ReplicaRng,
+        run: PreparedRun | None = None,
     ) -> PreparedDispatch:
         self.replicas.release_carried((), len(prepared.replicas))
-        method, sync_state = call.binding.replica_method, self.replicas.needs_state_sync
-        select, changed = call.binding.merger.without_dropped, self.replicas.has_local_effects
-        create = partial(PreparedDispatch, prepared, self.engine, method, ambient, sync_state, rng, select, changed)
-        return create(self.prepared_calls.prepare_run, *run)
+        return self.prepared_calls.dispatch(prepared, call.binding, self.replicas, ambient, rng, run)
 
     def _agreed_forward(
         self, call: BoundCall, dispatch: ReplicaDispatch | PreparedDispatch, shards: Sequence[Sequence[Any]]

@@ -80,9 +80,7 @@ def divisor_of(criterion: Any, output: Tensor, target: Tensor) -> Any:
         return output.numel() // output.shape[1 if output.ndim > 1 else 0]
     counted = target != criterion.ignore_index
     if criterion.weight is None:
-        count = counted.sum()
-        # A number is faster to send and to add, and on the CPU to read it takes no time.
-        return int(count) if count.is_cpu and not torch.compiler.is_compiling() else count
+        return counted.sum()
     return (criterion.weight[target.where(counted, 0)] * counted).sum()
 
 

@@ -113,7 +113,7 @@ class ReplicaContext:
     active: list[ReplicaContext] = field(default_factory=list)
     """This context while a thread uses it. Autograd's device threads, which have no context, find it here."""
     may_recompute: bool = False
-    """Whether forward has read the state of the CPU's generator, as checkpoints do."""
+    """Whether forward may have used checkpoints: reentrant ones, or others, which read the state of the generator."""
     sync_batchnorm: bool = False
     """Whether batch normalization uses the statistics of all replicas."""
     statistics_written: set[int] = field(default_factory=set)

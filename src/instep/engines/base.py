@@ -20,6 +20,7 @@ from instep.replicas.replica import Replica, ReplicaResult, run_replica
 from instep.replicas.tensors import check_no_inner_backward
 from instep.runtime.ambient import AmbientState
 from instep.runtime.rng import ReplicaRng, rng_state_reads
+from instep.runtime.torch_private import reentrant_checkpoints
 
 VerdictT = TypeVar("VerdictT")
 
@@ -58,8 +59,8 @@ class ReplicaCall:
     def replica_names(self) -> list[str]:
         return [replica.name for replica in self.replicas]
 
-    def replica_context(self, index: int, group: Group, root: CodeType | None = None) -> ReplicaContext:
-        """The context of one replica in a group. `root` is the code at which an inspection of its stack stops."""
+    def replica_context(self, index: int, group: Group, entry_code: CodeType | None = None) -> ReplicaContext:
+        """The context of one replica in a group. `entry_code` is the code at which inspections of its stack stop."""
         replica, size = self.replicas[index], self.sizes[index] if self.sizes else None
         info = ReplicaInfo(index, len(self.replicas), replica.device, size, sum(self.sizes[:index]))
         return ReplicaContext(
@@ -67,7 +68,7 @@ class ReplicaCall:
             info,
             self.sizes,
             self.ambient.grad_enabled,
-            root or _run_forward.__code__,
+            entry_code or _run_forward.__code__,
             sync_batchnorm=isinstance(replica.patch, SyncBatchNormPatch) and replica.patch.enabled,
             statistics_written=replica.statistics_written,
         )
@@ -208,23 +209,9 @@ class Engine:
         """Release threads and processes."""
 
 
-def run_forward(call: ReplicaCall, index: int, group: Group, *, prepared: bool = False) -> ReplicaResult:
-    """Run one replica's part of a call in this thread. An exception is returned in the result.
-
-    Args:
-        prepared: Whether the ambient state of this thread is that of the call already.
-    """
-    if prepared:
-        return copy_context().run(_run_prepared, call, index, group)
+def run_forward(call: ReplicaCall, index: int, group: Group) -> ReplicaResult:
+    """Run one replica's part of a call in this thread. An exception is returned in the result."""
     return call.ambient.context_vars.copy().run(_run_forward, call, index, group)
-
-
-def _run_prepared(call: ReplicaCall, index: int, group: Group) -> ReplicaResult:
-    replica, context = call.replicas[index], call.replica_context(index, group, RUN_PREPARED_FORWARD)
-    try:
-        return run_prepared_forward(replica, call.method, call.arguments[index], context, call.rng)
-    except BaseException as error:
-        return ReplicaResult(error=error)
 
 
 def _run_forward(call: ReplicaCall, index: int, group: Group) -> ReplicaResult:
@@ -271,21 +258,32 @@ def run_prepared_forward(
     try:
         guard.set(True)  # forward may compute gradients of its own
         guard.touched = False
-        state_reads = rng_state_reads()
+        before = rng_state_reads(), reentrant_checkpoints()
         with rng.forward_context(context.info.index), use_context(context), replace_batch_norm(context):
             replica.sync_state()
             result = run_replica(replica, method, args, kwargs)
-        result.context, context.may_recompute = context, rng_state_reads() != state_reads
+        result.context, context.may_recompute = context, before != (rng_state_reads(), reentrant_checkpoints())
         if replica.tensors.may_have_gradients():
             check_no_inner_backward(leaf for _, leaf in replica.trainable)
         return result
     finally:
+        if torch.is_grad_enabled() != context.grad_enabled:
+            torch.set_grad_enabled(context.grad_enabled)
         guard.set(False)
         context.forward_done = True
 
 
 RUN_PREPARED_FORWARD = run_prepared_forward.__code__
 """The code object at which the inspection of a replica's stack stops in a prepared call."""
+
+
+def run_prepared(call: ReplicaCall, index: int, group: Group) -> ReplicaResult:
+    """The same, with copies of the thread's context variables. An exception is returned in the result."""
+    replica, context = call.replicas[index], call.replica_context(index, group, RUN_PREPARED_FORWARD)
+    try:
+        return copy_context().run(run_prepared_forward, replica, call.method, call.arguments[index], context, call.rng)
+    except BaseException as error:
+        return ReplicaResult(error=error)
 
 
 def raise_first_error(replicas: Sequence[Replica | str], results: Sequence[ReplicaResult]) -> None:

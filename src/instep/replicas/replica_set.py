@@ -214,10 +214,10 @@ class ReplicaSet:
         """Whether replicas have to copy buffers and other state from the source before they run."""
         return self.state_changed or not self.frozen
 
-    def has_local_effects(self) -> bool:
-        """Whether a forward in this process changed what replicas share, or used what only the caller may use.
+    def check_local_effects(self) -> bool:
+        """Check whether the forward in this process changed what replicas share, or used what only the caller may use.
 
-        If not, the rest of the call need not look for such changes again: no forward may run after this.
+        If not, the rest of the call does not look for such changes again: this is called when the forward has ended.
         """
         found = bool(
             self.caller_only_accesses
@@ -261,7 +261,7 @@ class ReplicaSet:
 
         It does the same as `restore_containers`, `find_written_parameters` and `finish_call` then.
         """
-        if self.has_local_effects():
+        if self.check_local_effects():
             return False
         self.overwritten_parameters = []
         self._end_value_check()

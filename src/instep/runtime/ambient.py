@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import starmap
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -98,10 +99,14 @@ def _autocast_contexts(settings: Iterable[AutocastSetting], cache: bool) -> list
     return [torch.autocast(device_type, dtype, cache_enabled=cache) for device_type, dtype in settings]
 
 
+_call = methodcaller("__call__")
+_enter_and_leave_autocast: Any = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
+
+
 def _autocast_nesting() -> int:
     """The number of autocast contexts that this thread is in."""
-    torch.autocast_increment_nesting()
-    return int(torch.autocast_decrement_nesting())
+    # The loop runs in C: an interruption cannot come between the two.
+    return int(list(map(_call, _enter_and_leave_autocast))[1])
 
 
 @dataclass(slots=True)
@@ -268,8 +273,7 @@ class ThreadState(NamedTuple):
     @classmethod
     def read(cls, autocast_flags: AutocastFlags) -> ThreadState:
         """Capture the state of this thread, whose autocast was read already."""
-        torch.autocast_increment_nesting()
-        nesting = int(torch.autocast_decrement_nesting())
+        nesting = _autocast_nesting()
         thread_locals = [get() for get, _ in _thread_locals]
         grad_enabled, autocast_cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
         return cls(grad_enabled, autocast_cache, autocast_flags, nesting, torch.get_num_threads(), thread_locals)

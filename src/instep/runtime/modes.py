@@ -1,4 +1,4 @@
-"""Inference mode, combined context managers, and torch.compile around parallel calls.
+"""Inference and grad mode, combined context managers, and torch.compile around parallel calls.
 
 A parallel call runs in several threads and cannot be traced as one graph. Dynamo skips it; the compiler that was active
 around it compiles each replica's module instead.

@@ -37,28 +37,24 @@ class CallerGenerator:
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
-        self._initial_state, self._initial_bytes = generator.get_state(), b""
+        self.initial_state, self._initial_bytes = generator.get_state(), b""
         self.streams_used = False
         """Whether a stream that it seeds was drawn from."""
         self.used_remotely = False
         """Whether its counterpart in another process was drawn from."""
-        self.use_is_known = False
-        """Whether `used_remotely` says whether any process has drawn from it, this one included."""
+        self._was_used: bool | None = None
+        """Whether it was drawn from in this process, once `record_use` has looked."""
         self._advanced = False
         self._base_seed: int | None = None
         self._derived_seed: int | None = None
         """The base seed that follows from `initial_state`, once it was asked for."""
 
-    @property
-    def initial_state(self) -> Tensor:
-        return self._initial_state
-
-    @initial_state.setter
-    def initial_state(self, state: Tensor) -> None:
-        self._initial_state, self._initial_bytes = state, b""
+    def set_initial_state(self, state: Tensor) -> None:
+        """Take a state as the initial one."""
+        self.initial_state, self._initial_bytes = state, b""
 
     def _read_initial(self) -> bytes:
-        self._initial_bytes = self._initial_bytes or state_bytes(self._initial_state)
+        self._initial_bytes = self._initial_bytes or state_bytes(self.initial_state)
         return self._initial_bytes
 
     def seed(self, index: int) -> int:
@@ -84,14 +80,21 @@ class CallerGenerator:
 
     def was_used(self) -> bool:
         """Whether the generator itself was drawn from."""
-        if self.used_remotely or self.use_is_known:
-            return self.used_remotely
+        return self.used_remotely or (self._find_use() if self._was_used is None else self._was_used)
+
+    def _find_use(self) -> bool:
         return state_bytes(self.generator.get_state()) != self._read_initial()
+
+    def record_use(self) -> bool:
+        """The same, once nothing draws from it any more in this call: `was_used` does not look again."""
+        self._was_used = self._find_use()
+        return self.was_used()
 
     def restore(self) -> None:
         """Restore the initial state."""
         self.generator.set_state(self.initial_state)
-        self.streams_used = self._advanced = self.used_remotely = self.use_is_known = False
+        self.streams_used = self._advanced = self.used_remotely = False
+        self._was_used = None
 
     def advance(self) -> None:
         """Advance the generator by one number if a stream was drawn from; at most once."""
@@ -106,7 +109,8 @@ class CallerGenerator:
         """Take the current state as the initial state, unless a seed was derived already."""
         with _seed_lock:
             if self._base_seed is None:
-                self.initial_state, self._derived_seed = self.generator.get_state(), None
+                self.set_initial_state(self.generator.get_state())
+                self._derived_seed = None
 
 
 def stream_seed(number: int, index: int) -> int:

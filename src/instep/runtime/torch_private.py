@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
@@ -181,7 +182,7 @@ class RegisteredHooks:
 
 
 class _CompilationWatch:
-    """Reports hooks that are registered while torch.compile traces to all recorders."""
+    """Tells every `RegisteredHooks` which hooks torch.compile has registered. Stays for the life of the process."""
 
     def __init__(self) -> None:
         self._first = 0
@@ -203,6 +204,29 @@ class _CompilationWatch:
 
 
 _compilation_watch = _CompilationWatch()
+
+
+class _CheckpointCounter:
+    """Counts reentrant checkpoints, from its creation on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        function: Any = torch.utils.checkpoint.CheckpointFunction
+        forward = function.forward
+
+        def count_and_forward(*args: Any) -> Any:
+            self.count += 1
+            return forward(*args)
+
+        function.forward = staticmethod(count_and_forward)
+
+
+_get_checkpoint_counter = cache(_CheckpointCounter)
+
+
+def reentrant_checkpoints() -> int:
+    """The number of reentrant checkpoints in this process since the first call of this function."""
+    return _get_checkpoint_counter().count
 
 
 _storage_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)

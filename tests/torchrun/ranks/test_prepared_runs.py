@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import gc
+import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -100,6 +102,15 @@ def sample(size: int = LONG, *, rank: int | None = None, marked: bool = False) -
     elif marked:
         x[:, 0] += 100
     return x
+
+
+@contextmanager
+def other_state_on_one_rank() -> Iterator[None]:
+    """On one rank, filters warnings that nobody gives: its calls have no prepared run for that."""
+    with warnings.catch_warnings():
+        if RANK == LAST:
+            warnings.filterwarnings("ignore", "a text that no warning has")
+        yield
 
 
 def warm_up(model: instep.DataParallel, runs: Runs, size: int = LONG) -> None:
@@ -224,6 +235,16 @@ def _recompute_reentrant(_: Net, hidden: Tensor) -> Tensor:
     return checkpoint(torch.sin, hidden, use_reentrant=True)
 
 
+def _recompute_without_rng(_: Net, hidden: Tensor) -> Tensor:
+    return checkpoint(torch.sin, hidden, use_reentrant=True, preserve_rng_state=False)
+
+
+def _drop_hidden(_: Net, hidden: Tensor) -> Tensor:
+    """Draws random numbers, which advances the generator, and ignores them."""
+    torch.nn.functional.dropout(hidden)
+    return hidden * 2
+
+
 class _BackwardInside(torch.autograd.Function):
     """Computes a part of its gradient by a backward of its own."""
 
@@ -246,7 +267,16 @@ def _custom_function(_: Net, hidden: Tensor) -> Tensor:
     return _BackwardInside.apply(hidden)
 
 
-CHOICES = [_set_attribute, _append, _write_buffer, _gather, _recompute, _recompute_reentrant, _custom_function]
+CHOICES = [
+    _set_attribute,
+    _append,
+    _write_buffer,
+    _gather,
+    _recompute,
+    _recompute_reentrant,
+    _recompute_without_rng,
+    _custom_function,
+]
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.__name__)
@@ -263,7 +293,9 @@ def test_a_forward_that_does_something_new(wrap: Wrap, runs: Runs, choice: Calla
     assert model.module.notes == plain.notes
 
 
-@pytest.mark.parametrize("choice", [_recompute, _custom_function, _recompute_reentrant], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "choice", [_recompute, _custom_function, _recompute_reentrant, _recompute_without_rng], ids=lambda c: c.__name__
+)
 def test_one_rank_does_something_new(wrap: Wrap, runs: Runs, choice: Callable[[Net, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     plain = Net(choice).double()
@@ -311,22 +343,63 @@ def test_an_argument_that_is_written(wrap: Wrap, runs: Runs) -> None:
 
 
 def test_ranks_that_do_not_agree_on_the_path(wrap: Wrap, runs: Runs) -> None:
-    """All of them take the general one, and after a few such calls no longer try another."""
+    """Each rank takes its own."""
     torch.manual_seed(0)
     plain = Net().double()
     model = wrap(plain)
     warm_up(model, runs)
     model._instep_runner.prepared_calls.enabled = RANK != LAST
-    check_step(model, plain, sample())
-    assert runs.forwards == ["lost", "general"]
-    for _ in range(12):
+    for _ in range(3):
         check_step(model, plain, sample())
-    assert runs.forwards.count("lost") == 3
-    assert "prepared" not in runs.forwards
+    assert runs.forwards == ["general" if RANK == LAST else "prepared"] * 3
+
+
+@pytest.mark.parametrize("choice", [*CHOICES, _drop_hidden], ids=lambda choice: choice.__name__)
+def test_something_new_where_ranks_take_different_paths(
+    wrap: Wrap, runs: Runs, choice: Callable[[Net, Tensor], Tensor]
+) -> None:
+    """If the call has to run again, all ranks run it from its start."""
+    torch.manual_seed(0)
+    plain = Net(choice).double()
+    state = {"notes": "first", "last": "first"} if choice in (_set_attribute, _append) else {"count": "first"}
+    model = wrap(plain, state=state)
+    warm_up(model, runs)
+    for marked in (True, True, False):
+        with other_state_on_one_rank():
+            check_step(model, plain, sample(marked=marked))
+    assert_same_state(model, plain)
+    check_step(model, plain, sample())
+
+
+def test_an_argument_that_another_method_writes(wrap: Wrap, runs: Runs) -> None:
+    """Prepared runs end. They end on all ranks, whatever path each has taken."""
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+        def bump(self, x: Tensor) -> Tensor:
+            x.add_(1)
+            return x
+
+    plain = Writes().double()
+    model = wrap(plain)
+    warm_up(model, runs)
+    x = sample()
+    model.call("bump", x)
+    torch.testing.assert_close(x, sample() + 1)
+    for _ in range(3):
+        with other_state_on_one_rank():
+            check_step(model, plain, sample())
+    assert set(runs.forwards) == {"general"}
 
 
 def test_one_rank_is_in_autocast(wrap: Wrap, runs: Runs) -> None:
-    """The ranks agree in everything that messages show, except for the path."""
+    """Each rank computes in its own mode, as on the general path."""
     torch.manual_seed(0)
     model = wrap(Net())
     x = torch.rand(LONG, 3)
@@ -336,7 +409,7 @@ def test_one_rank_is_in_autocast(wrap: Wrap, runs: Runs) -> None:
     runs.clear()
     with torch.autocast("cpu") if RANK == LAST else nullcontext():
         output = model(x)
-    assert runs.forwards == ["lost", "general"]
+    assert runs.forwards == ["general" if RANK == LAST else "prepared"]
     assert len(output) == LONG
 
 
@@ -368,6 +441,23 @@ def test_changes_of_the_caller_reach_the_next_call(wrap: Wrap, runs: Runs) -> No
     for _ in range(WARM_UP):
         check_step(model, plain, sample())
     assert runs.forwards[-1] == "prepared"
+
+
+def test_grad_mode_that_forward_leaves_off(wrap: Wrap, runs: Runs) -> None:
+    class TurnsOff(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            torch.set_grad_enabled(not bool((x > 50).any()))
+            return out
+
+    plain = TurnsOff().double()
+    model = wrap(plain)
+    warm_up(model, runs)
+    for rank in (None, LAST):
+        output = model(sample(rank=rank, marked=True))
+        assert torch.is_grad_enabled()
+        assert output.requires_grad
+    check_step(model, plain, sample())
 
 
 def test_hooks_of_parameters(wrap: Wrap, runs: Runs) -> None:
@@ -450,6 +540,105 @@ def test_inference(wrap: Wrap, runs: Runs) -> None:
         for _ in range(6):
             torch.testing.assert_close(model(sample()), plain(sample()))
     assert runs.forwards[-1] == "prepared"
+
+
+def test_a_gradient_inside_no_sync_is_not_that_of_the_output(wrap: Wrap, runs: Runs) -> None:
+    """The caller may write to the gradient of the output before the sum."""
+
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(1, 3, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.shift
+
+    model = wrap(Shift())
+    gradient = torch.empty(COUNT, 3, dtype=torch.float64)
+    for _ in range(WARM_UP):
+        model.zero_grad()
+        with model.no_sync():
+            model(sample(COUNT)).backward(gradient.fill_(1))
+            gradient.zero_()
+        assert model.module.shift.grad.tolist() == [[float(COUNT)] * 3]
+    assert runs.forwards[-1] == "prepared"
+
+
+def test_a_leaf_outside_of_the_module(wrap: Wrap, runs: Runs) -> None:
+    """It gets the gradient of this rank's samples, also in prepared runs."""
+    factor = torch.ones(2, dtype=torch.float64, requires_grad=True)
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * factor
+
+    model = wrap(Scaled().double())
+    found = []
+    for _ in range(WARM_UP):
+        factor.grad = None
+        model(sample()).sum().backward()
+        found.append(factor.grad.clone())
+    assert runs.forwards[-1] == "prepared"
+    assert not any(runs.captured)
+    assert all(torch.equal(gradient, found[0]) for gradient in found)
+
+
+def test_a_collective_of_a_constant(wrap: Wrap, runs: Runs) -> None:
+    """Its backward runs on all ranks, though it leads to no parameter of one."""
+
+    class Gathers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.layer(x)
+            if x.shape[1] == 3:
+                return hidden
+            sent = hidden.detach() if bool((x > 50).any()) else hidden
+            return hidden + instep.all_gather(sent).sum(0)
+
+    torch.manual_seed(0)
+    module = Gathers().double()
+    module.layer = _FirstColumns(3, 2).double()
+    model = wrap(module)
+    warm_up(model, runs)
+    wide = [torch.cat([sample(rank=rank), sample()[:, :1]], 1) for rank in (None, LAST)]
+    gradients = []
+    for enabled in (True, False):
+        model._instep_runner.prepared_calls.enabled = enabled
+        model.zero_grad()
+        for x in wide:
+            model(x).square().sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+class _FirstColumns(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, : self.in_features])
+
+
+def test_context_variables_are_freed(wrap: Wrap, runs: Runs) -> None:
+    class Value:
+        pass
+
+    variable = contextvars.ContextVar[Value]("variable")
+    model, references = wrap(Net().double()), []
+    for _ in range(WARM_UP):
+        value = Value()
+        references.append(weakref.ref(value))
+        token = variable.set(value)
+        model(sample()).sum().backward()
+        variable.reset(token)
+        del token, value
+    assert runs.forwards[-1] == "prepared"
+    gc.collect()
+    assert [reference() for reference in references] == [None] * WARM_UP
 
 
 def test_gradients_inside_no_sync(wrap: Wrap, runs: Runs) -> None:

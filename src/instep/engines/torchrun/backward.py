@@ -83,17 +83,15 @@ class RankEngine(Protocol):
         """A reduction of the gradients of leaves."""
         ...
 
-    def overlap_reduction(self, reducer: BucketAllReduce, leaves: Sequence[Tensor]) -> None:
-        """Start buckets when their gradients arrive."""
+    def start_overlap(self, reducer: BucketAllReduce, leaves: Sequence[Tensor]) -> None:
+        """From now on, start buckets when their gradients arrive."""
         ...
 
-    def end_reduction(self) -> None:
-        """Gradients that arrive from now on are not reduced."""
+    def stop_overlap(self) -> None:
+        """From now on, start no bucket when gradients arrive."""
         ...
 
-    def finish_reduction(
-        self, reducer: BucketAllReduce, messages: Sequence[Message], ends: Sequence[BackwardEnd]
-    ) -> Gradients:
+    def finish_reduction(self, reducer: BucketAllReduce, messages: Sequence[Message]) -> Gradients:
         """The sums of all ranks' gradients, given their last messages."""
         ...
 
@@ -151,7 +149,7 @@ class RankBackward:
         reducer = self._engine.begin_reduction(graph.sources, leaves)
         capture = self._leaves_to_capture(reducer)
         if overlap and capture is None:
-            self._engine.overlap_reduction(reducer, leaves)
+            self._engine.start_overlap(reducer, leaves)
         captured: Gradients | None = None
         error: BaseException | None = None
         graph.rng.refresh()
@@ -165,7 +163,7 @@ class RankBackward:
                 raise self._first_error(group.broken, failure) from None
             error = failure
         finally:
-            self._engine.end_reduction()
+            self._engine.stop_overlap()
         finish_error = group.finish(failed=error is not None)
         error = error or finish_error
         if group.left_order:
@@ -175,13 +173,12 @@ class RankBackward:
                 f"No gradient has changed. Run forward and backward again."
             )
         if captured is not None:
-            reducer.set_gradients(captured)
+            column = captured
+        else:
+            column = [None] * len(graph.sources) if local is None else take_gradients(leaves)
+        reducer.set_gradients(column)
         if overlap:
             reducer.start_rest()  # also after an error: the other ranks reduce them too
-        if captured is None:
-            captured = [None] * len(graph.sources) if local is None else take_gradients(leaves)
-        column = captured
-        reducer.set_gradients(column)
         messages = self._end(group, reducer, column, local, error, None if self._num_tokens else begin)
         if needed:
             group.record_rows(self._engine.row_orders)
@@ -193,7 +190,7 @@ class RankBackward:
         inputs = self._input_gradients(messages, ends)
         if self.deferred:
             return column, inputs
-        return self._engine.finish_reduction(reducer, messages, ends), inputs
+        return self._engine.finish_reduction(reducer, messages), inputs
 
     def _describe_begin(self, outputs: Sequence[Tensor]) -> BackwardBegin:
         with_gradient = tuple(
@@ -253,10 +250,11 @@ class RankBackward:
     def _leaves_to_capture(self, reducer: BucketAllReduce) -> Sequence[Tensor] | None:
         """The leaves whose gradients are captured; None if they are accumulated.
 
-        That is faster if there is one bucket, which nothing overlaps.
+        Capturing is faster, but buckets cannot start before it ends. It does not run the backward of a collective that
+        leads to no leaf, and captured gradients may be tensors of the caller, which `no_sync` must not keep.
         """
         local = self._local
-        if not self._captures or local is None or reducer.num_buckets > 1:
+        if not self._captures or local is None or reducer.num_buckets > 1 or self._num_tokens or self.deferred:
             return None
         may_recompute = isinstance(local.context, ReplicaContext) and local.context.may_recompute
         return None if may_recompute else local.leaves
@@ -357,7 +355,7 @@ def end_of(message: Message) -> BackwardEnd:
     return BackwardEnd(*message.body)
 
 
-def check_same_reduction(channel: RankChannel, ends: Sequence[BackwardEnd]) -> None:
+def _check_same_reduction(channel: RankChannel, ends: Sequence[BackwardEnd]) -> None:
     """`RankFailure`, on every rank, if ranks reduce the gradients of different parameters."""
     found = [end.reduction for end in ends]
     other = next((rank for rank, reduction in enumerate(found) if reduction != found[0]), None)
@@ -370,8 +368,10 @@ def check_same_reduction(channel: RankChannel, ends: Sequence[BackwardEnd]) -> N
         )
 
 
-def sum_over_ranks(reducer: BucketAllReduce, messages: Sequence[Message], ends: Sequence[BackwardEnd]) -> Gradients:
+def sum_over_ranks(channel: RankChannel, reducer: BucketAllReduce, messages: Sequence[Message]) -> Gradients:
     """The sums of all ranks' gradients, given the last messages; None for a source that has none on any rank."""
+    ends = [end_of(message) for message in messages]
+    _check_same_reduction(channel, ends)
     sums = reducer.finish()
     if not all(end.is_exact for end in ends):  # the buckets are reduced once more, on all ranks
         sums = reducer.again().finish()

@@ -40,7 +40,7 @@ _MAX_LABEL = 300
 _DTYPE_NAMES = {dtype: name for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 """Names pickle faster than dtypes."""
 _NUMBER_FORMATS = {torch.float32: "<d", torch.float64: "<d", torch.int64: "<q"}
-"""How inline tensors that are a number are written, by dtype."""
+"""How inline tensors that are a number are written, by dtype. A signalling NaN arrives as a quiet one."""
 _LENGTHS = struct.Struct("<II")
 """The lengths of the two parts of a frame: the pickled head and the inline tensors."""
 
@@ -67,6 +67,19 @@ class Message:
 
 
 _Specs = Sequence[tuple[bool, bool, str, tuple[int, ...]]]
+
+
+class _Head(NamedTuple):
+    """What a message says without its tensors. It is sent as a tuple, which pickles faster than a class."""
+
+    operation: str
+    step: str
+    state: str
+    body: Any
+    specs: _Specs
+    host_bytes: int
+    """The length of the row of tensors on the CPU that are not inline."""
+    device_bytes: int
 
 
 class _SortedTensors(NamedTuple):
@@ -159,27 +172,20 @@ class RankChannel:
         self._kept = []
         if len(message.operation) > _MAX_LABEL or len(message.step) > _MAX_LABEL:
             message = replace(message, operation=_shorten(message.operation), step=_shorten(message.step))
-        own = (
-            message.operation,
-            message.step,
-            message.state,
-            message.body,
-            specs,
-            _nbytes(on_host),
-            _nbytes(on_device),
-        )
-        head = pickle.dumps(own, pickle.HIGHEST_PROTOCOL)
-        frames = self._gather_frames(head, inline)
-        # Ranks in step often send equal heads.
-        received = [own if other == head else pickle.loads(other) for other, _ in frames]
-        host_rows = self._gather_tensors(on_host, [fields[5] for fields in received], self._host_group, _CPU)
-        device_rows = self._gather_tensors(on_device, [fields[6] for fields in received], self._device_group)
+        sizes = _nbytes(on_host), _nbytes(on_device)
+        own = _Head(message.operation, message.step, message.state, message.body, specs, *sizes)
+        data = pickle.dumps(tuple(own), pickle.HIGHEST_PROTOCOL)
+        frames = self._gather_frames(data, inline)
+        # An equal head need not be unpickled: ranks in step often send one.
+        heads = [own if other == data else _Head(*pickle.loads(other)) for other, _ in frames]
+        host_rows = self._gather_tensors(on_host, [head.host_bytes for head in heads], self._host_group, _CPU)
+        device_rows = self._gather_tensors(on_device, [head.device_bytes for head in heads], self._device_group)
         messages = []
-        for rank, (operation, step, state, body, other_specs, *_) in enumerate(received):
+        for rank, head in enumerate(heads):
             tensors: Sequence[Tensor] = ()
-            if other_specs and rank != self.rank:
-                tensors = self._read_tensors(other_specs, frames[rank][1], host_rows[rank], device_rows[rank])
-            messages.append(Message(operation, step, state, body, tensors))
+            if head.specs and rank != self.rank:
+                tensors = self._read_tensors(head.specs, frames[rank][1], host_rows[rank], device_rows[rank])
+            messages.append(Message(head.operation, head.step, head.state, head.body, tensors))
         messages[self.rank] = message
         return messages
 
@@ -230,7 +236,7 @@ class RankChannel:
     def _gather_rest(
         self, slots: Sequence[memoryview], rest_of_frame: bytes, rest: int, limit: int
     ) -> list[memoryview]:
-        """Whole frames, of which some are longer than a slot: `rest` bytes at most."""
+        """The whole frames, if some are longer than a slot, by at most `rest` bytes."""
         tail, tails = _host_bytes(rest), _host_bytes(self.count, rest)
         begins = [bytes(slot[:limit]) for slot in slots]
         self._kept += [tail, tails]

@@ -190,12 +190,10 @@ def _rng_use(call: ReplicaCall, index: int) -> dict[str, Any]:
     """The fields of `RankResult` for the generators that were used."""
     call.rng.report_use()
     caller, pairs = call.rng.caller, call.rng.generator_pairs[index]
-    default_used = caller.cpu.was_used()
-    caller.cpu.used_remotely, caller.cpu.use_is_known = default_used, True  # the other ranks report theirs
     uses = {
         "host_rng_used": caller.cpu.streams_used,
         "device_rng_used": caller.accelerator_seed is not caller.cpu and caller.accelerator_seed.streams_used,
-        "default_rng_used": default_used,
+        "default_rng_used": caller.cpu.record_use(),
         "generators_used": [n for n, (source, _) in enumerate(pairs) if caller.track(source).streams_used],
     }
     return {name: value for name, value in uses.items() if value}

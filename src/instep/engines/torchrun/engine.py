@@ -16,18 +16,18 @@ from torch.utils.hooks import RemovableHandle
 
 from instep.autograd.bridge import CallGraph, Gradients, take_gradients
 from instep.devices import module_device, resolve_device
-from instep.engines.base import RankOptions, ReplicaCall, add_replica_note, raise_first_error, run_forward
+from instep.engines.base import (
+    RankOptions,
+    ReplicaCall,
+    add_replica_note,
+    raise_first_error,
+    run_forward,
+    run_prepared,
+)
 from instep.engines.concurrent import ConcurrentEngine
 from instep.engines.rendezvous import Rendezvous
 from instep.engines.thread_pool import is_replica_thread, set_replica_thread
-from instep.engines.torchrun.backward import (
-    BackwardEnd,
-    RankBackward,
-    check_same_reduction,
-    end_message,
-    end_of,
-    sum_over_ranks,
-)
+from instep.engines.torchrun.backward import RankBackward, end_message, sum_over_ranks
 from instep.engines.torchrun.channel import BEGIN, END, FAILED, IDLE, OTHER_ROWS, Message
 from instep.engines.torchrun.checks import CallDigests, check_digests, check_modules, check_seeds
 from instep.engines.torchrun.codec import (
@@ -45,7 +45,7 @@ from instep.engines.torchrun.digest import digest_arguments, digest_tensors
 from instep.engines.torchrun.group import RankGroup
 from instep.engines.torchrun.launch import Ranks, connect, rank_device, world_size
 from instep.engines.torchrun.local_buckets import LocalBuckets, bucket_places
-from instep.engines.torchrun.prepared import PreparedRankRun, prepare_run
+from instep.engines.torchrun.prepared import PreparedRankRun
 from instep.engines.torchrun.reduction import BucketAllReduce, BucketPlan
 from instep.engines.torchrun.row_order import RowOrders
 from instep.errors import EngineError, LostExchange, RankFailure
@@ -77,6 +77,8 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         self._sent_values: Sequence[Tensor] = ()
         self._needs_agreement = False
         """Whether ranks may judge the last forward differently."""
+        self._has_mixed_paths = False
+        """Whether only some ranks have run it as a prepared one."""
         self._operation = ""
         """The forward that runs, or was the last one."""
         self._call_checks = Backoff(limit=NEVER, eager=2)
@@ -166,6 +168,13 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
                 torch.cuda.set_rng_state(messages[0].tensors[1].clone(), device)
 
     def agree(self, verdict: VerdictT, failure: BaseException | None) -> VerdictT:
+        agreed: Any = self._agree(verdict, failure)
+        # A prepared run can only be repeated from the start. If some ranks had one, all of them do that.
+        if self._has_mixed_paths and agreed.runs_again:
+            agreed = type(agreed)(retry=True)
+        return cast(VerdictT, agreed)
+
+    def _agree(self, verdict: VerdictT, failure: BaseException | None) -> VerdictT:
         if not self._needs_agreement:  # all ranks have come to the same verdict, from the same messages
             if failure is not None:
                 raise failure
@@ -221,7 +230,7 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         """Run the forward of this rank's replica, and get the results of all.
 
         Args:
-            prepared: Whether the call is like an earlier one (see `PreparedRankRun`).
+            prepared: Whether this rank runs the call as a prepared one (see `PreparedRankRun`). Others may not.
         """
         self._num_calls += 1
         module = self._describe(call.method)
@@ -235,10 +244,7 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         group = RankGroup(self.channel, self._operation, len(call.replicas))
         if not self._writes_arguments:  # such a call must not run twice
             group.expect_rows(self.row_orders, ("forward", call.method, mode))
-        if prepared and (group.expected or self._writes_arguments):
-            self._needs_agreement = False  # all ranks know that
-            raise LostExchange("other calls have called collectives, or written to arguments.")
-        self._needs_agreement = True  # until the messages of all ranks say otherwise
+        self._needs_agreement, self._has_mixed_paths = True, False  # until the messages of all ranks say otherwise
         if group.expected:  # is every rank about to gather these rows?
             self.channel.check(self.channel.exchange(Message(self._operation, BEGIN)))
         if index >= len(call.replicas):
@@ -250,7 +256,7 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         set_replica_thread(True)
         try:
             with without_checkpoint_hooks():
-                own = run_forward(call, index, group, prepared=prepared)
+                own = run_prepared(call, index, group) if prepared else run_forward(call, index, group)
         finally:
             set_replica_thread(outer)
         if group.broken is not None:
@@ -298,7 +304,9 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         if not failed:
             self.channel.check(messages)
         if all(message.step == END for message in messages):
-            self._check_headers([message.body[0] for message in messages])
+            headers = [message.body[0] for message in messages]
+            check_seeds([seeds for seeds, _ in headers])
+            self._has_mixed_paths = len({prepared for _, prepared in headers}) > 1
         if failed:
             self._raise_broken(messages, own)
         group.record_rows(self.row_orders)
@@ -323,12 +331,6 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
             results.append(result)
         return results
 
-    def _check_headers(self, headers: Sequence[tuple[tuple[int, ...], bool]]) -> None:
-        """Raise unless all ranks have the same random state, and run the call as prepared, or none of them."""
-        check_seeds([seeds for seeds, _ in headers])
-        if len({prepared for _, prepared in headers}) > 1:
-            raise LostExchange("only some ranks run the call as it was prepared.")
-
     def _raise_broken(self, messages: Sequence[Message], own: ReplicaResult | None) -> list[ReplicaResult]:
         """Raise the error of the first rank that failed in a forward."""
         names = [f"rank {rank}" for rank in range(self._ranks.count)]
@@ -344,7 +346,12 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
     def prepare(self, call: ReplicaCall, results: Sequence[ReplicaResult]) -> PreparedRankRun | None:
         if len(call.replicas) < self._ranks.count:
             return None
-        return prepare_run(self, call, results[self._rank], results)
+        return PreparedRankRun.create(self, call, results[self._rank], results)
+
+    def may_run_prepared(self, call: ReplicaCall) -> bool:
+        """Whether calls have not called collectives since, or written to arguments. All ranks know that."""
+        key = "forward", call.method, _mode(call.replicas[0].source_modules[0])
+        return not self._writes_arguments and not self.row_orders.expected(key)
 
     def backward(
         self, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool, *, captures: bool = False
@@ -385,17 +392,14 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         self._last_reducer = reducer if local is None else None
         return reducer
 
-    def overlap_reduction(self, reducer: BucketAllReduce, leaves: Sequence[Tensor]) -> None:
-        """Start buckets when their gradients arrive."""
+    def start_overlap(self, reducer: BucketAllReduce, leaves: Sequence[Tensor]) -> None:
+        """From now on, start buckets when their gradients arrive."""
         self._watch_gradients(leaves, reducer.watched())
         self._reducer = reducer
 
-    def finish_reduction(
-        self, reducer: BucketAllReduce, messages: Sequence[Message], ends: Sequence[BackwardEnd]
-    ) -> Gradients:
-        """The sums of all ranks' gradients, given their last messages, and what these say."""
-        check_same_reduction(self.channel, ends)
-        sums = sum_over_ranks(reducer, messages, ends)
+    def finish_reduction(self, reducer: BucketAllReduce, messages: Sequence[Message]) -> Gradients:
+        """The sums of all ranks' gradients, given their last messages."""
+        sums = sum_over_ranks(self.channel, reducer, messages)
         self._share_buckets(messages[self._rank].operation)
         return sums
 
@@ -431,7 +435,7 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
                 hook = _GradientHook(weakref.ref(self), index)
                 self._gradient_hooks[index] = leaf.register_post_accumulate_grad_hook(hook)
 
-    def end_reduction(self) -> None:
+    def stop_overlap(self) -> None:
         """Gradients that arrive from now on are not reduced."""
         self._reducer = None
 
@@ -452,7 +456,7 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         reducer.start_rest()
         messages = self.channel.exchange(end_message(operation, reducer, columns[0]))
         self.channel.check(messages)
-        return self.finish_reduction(reducer, messages, [end_of(message) for message in messages])
+        return self.finish_reduction(reducer, messages)
 
     def close(self) -> None:
         """The connections to the other ranks stay: other wrappers use them."""

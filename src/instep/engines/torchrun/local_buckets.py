@@ -28,8 +28,8 @@ from instep.engines.torchrun.local_memory import CACHE_LINE
 _LABEL = "the reduction of gradients"
 
 
-class Plan(Protocol):
-    """The tensors that buckets are made of."""
+class BucketLayout(Protocol):
+    """Divides flat buckets into tensors."""
 
     def views(self, flat: Tensor, number: int) -> list[Tensor]:
         """The parts of a flat bucket, in the shapes of the tensors."""
@@ -60,8 +60,8 @@ class LocalBuckets:
                 row.append(_tensor_at(memory, at, dtype, numel))
                 at += _aligned(numel * dtype.itemsize)
             self._rows.append(row)
-        self._divided: dict[int, tuple[Plan, list[list[Tensor]]]] = {}
-        """By bucket: the last plan, and the parts of its places."""
+        self._part_views: dict[int, tuple[weakref.ref[BucketLayout], list[list[Tensor]]]] = {}
+        """By bucket: the last layout, and the parts of the bucket's places."""
         self.number = 0
         """The number of reductions that this rank has begun."""
         self._num_published = 0
@@ -141,21 +141,22 @@ class LocalBuckets:
         self._channel.wait(_LABEL, lambda peer: self._packed[peer] >= number)
         self._channel.fence()
 
-    def _parts(self, bucket: int, plan: Plan) -> list[list[Tensor]]:
-        """The places of a bucket in all rows, divided into the parts of a plan."""
-        found = self._divided.get(bucket)
-        if found is None or found[0] is not plan:
-            found = self._divided[bucket] = plan, [plan.views(row[bucket], bucket) for row in self._rows]
+    def _parts(self, bucket: int, layout: BucketLayout) -> list[list[Tensor]]:
+        """The places of a bucket in all rows, divided into tensors."""
+        found = self._part_views.get(bucket)
+        if found is None or found[0]() is not layout:
+            views = [layout.views(row[bucket], bucket) for row in self._rows]
+            found = self._part_views[bucket] = weakref.ref(layout), views
         return found[1]
 
-    def own_parts(self, bucket: int, plan: Plan) -> list[Tensor]:
-        """The parts of the place where this rank packs a bucket."""
-        return self._parts(bucket, plan)[self._rank]
+    def own_parts(self, bucket: int, layout: BucketLayout) -> list[Tensor]:
+        """The tensors of the place where this rank packs a bucket."""
+        return self._parts(bucket, layout)[self._rank]
 
-    def sum_parts(self, bucket: int, plan: Plan) -> list[Tensor]:
-        """The sums of the parts of all ranks' buckets on the CPU. They do not share memory."""
+    def sum_parts(self, bucket: int, layout: BucketLayout) -> list[Tensor]:
+        """The sums of all ranks' buckets on the CPU, as new tensors: other ranks may overwrite the rows later."""
         self._wait_for(bucket)
-        first, second, *others = self._parts(bucket, plan)
+        first, second, *others = self._parts(bucket, layout)
         totals = list(torch._foreach_add(first, second))
         for other in others:
             torch._foreach_add_(totals, other)

@@ -43,9 +43,13 @@ class RankMonitor:
 
     def waiting(self, step: str) -> AbstractContextManager[None]:
         """Context manager: this rank waits for others at a step, until the context is left."""
+        self._waiting.step = step
+        return self._waiting
+
+    def start_waiting(self, step: str) -> None:
+        """This rank waits for others from now on."""
         self._current = self._last = step
         self._since = time.monotonic()
-        return self._waiting
 
     def stop_waiting(self) -> None:
         """The step is over."""
@@ -116,13 +120,13 @@ class RankMonitor:
 
 
 class _Waiting:
-    """Context manager: ends a wait. One object for all of them, because every exchange waits."""
+    """Context manager of a wait. One object for all of them, because every exchange waits."""
 
     def __init__(self, monitor: RankMonitor) -> None:
-        self._monitor = weakref.proxy(monitor)
+        self._monitor, self.step = weakref.proxy(monitor), ""
 
     def __enter__(self) -> None:
-        """The monitor knows the step already."""
+        self._monitor.start_waiting(self.step)
 
     def __exit__(self, *_: object) -> None:
         self._monitor.stop_waiting()

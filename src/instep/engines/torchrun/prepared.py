@@ -1,14 +1,14 @@
 """Prepared runs of the `torchrun` engine: calls like an earlier one, without what does not change between them.
 
-Messages between ranks are those of the general path. Each says whether its rank runs the call as it was prepared: if
-only some ranks do, all of them run it again on the general path, which alone may choose another way for the next try.
+Messages between ranks are those of the general path, so that some ranks may run a call so, and others not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextvars import Context
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from instep.autograd.bridge import CallGraph, Gradients
 from instep.autograd.graph_walk import walk_graph
@@ -22,6 +22,10 @@ from instep.structure.tree import tensors_in
 
 class PreparedEngine(Protocol):
     """What a prepared run asks of its engine."""
+
+    def may_run_prepared(self, call: ReplicaCall) -> bool:
+        """Whether calls have not called collectives since, or written to arguments."""
+        ...
 
     def forward(self, call: ReplicaCall, *, prepared: bool = False) -> list[ReplicaResult]:
         """Run the forward of this rank's replica, and get the results of all."""
@@ -40,13 +44,29 @@ class PreparedRankRun:
     def __init__(self, engine: PreparedEngine, call: ReplicaCall, *, captures: bool) -> None:
         """`captures` is whether backward may capture gradients instead of accumulating them."""
         self._engine, self._captures = engine, captures
-        self._template = replace(call, arguments=[])
+        # Without what would keep objects of this call alive.
+        self._template = replace(call, arguments=[], ambient=replace(call.ambient, context_vars=Context()))
         self.is_valid = True
-        """Whether no call has turned out to be different since."""
+        """False after a call that did not fit."""
+
+    @classmethod
+    def create(
+        cls, engine: PreparedEngine, call: ReplicaCall, own: ReplicaResult, results: Sequence[ReplicaResult]
+    ) -> PreparedRankRun | None:
+        """A prepared run for calls like this one; None if a replica has changed something or called a collective."""
+        if not call.has_plain_arguments or any(call.rng.generator_pairs):
+            return None
+        if any(result.written_state or result.statistics or result.changes for result in results):
+            return None
+        if not isinstance(own.context, ReplicaContext) or own.context.exchange_count:
+            return None
+        own_leaves = {id(leaf) for _, leaf in call.replicas[own.context.info.index].trainable}
+        nodes = walk_graph(tensor.grad_fn for tensor in tensors_in(own.output))
+        return cls(engine, call, captures=not any(_needs_accumulation(node, own_leaves) for node in nodes))
 
     def can_run(self) -> bool:
-        """Nothing outside of the call can prevent it."""
-        return True
+        """Whether a call can be run now."""
+        return self._engine.may_run_prepared(self._template)
 
     def forward(self, rows: Sequence[Arguments], rng: ReplicaRng) -> list[ReplicaResult]:
         """Run a forward with these arguments of each replica.
@@ -62,16 +82,7 @@ class PreparedRankRun:
         return self._engine.backward(graph, gradients, retain_graph, captures=self._captures)
 
 
-def prepare_run(
-    engine: PreparedEngine, call: ReplicaCall, own: ReplicaResult, results: Sequence[ReplicaResult]
-) -> PreparedRankRun | None:
-    """A prepared run for a call in which no replica has changed anything or called a collective."""
-    if not call.has_plain_arguments or any(call.rng.generator_pairs):
-        return None
-    if any(result.written_state or result.statistics or result.changes for result in results):
-        return None
-    if not isinstance(own.context, ReplicaContext) or own.context.exchange_count:
-        return None
-    nodes = walk_graph(tensor.grad_fn for tensor in tensors_in(own.output))
-    has_functions = any(custom_function(node) is not None for node in nodes)
-    return PreparedRankRun(engine, call, captures=not has_functions)
+def _needs_accumulation(node: Any, leaves: Collection[int]) -> bool:
+    """Whether a backward through this node does more than to compute gradients of the replica's leaves."""
+    variable = getattr(node, "variable", None)
+    return custom_function(node) is not None or (variable is not None and id(variable) not in leaves)

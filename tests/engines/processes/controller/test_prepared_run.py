@@ -410,6 +410,8 @@ class SometimesCheckpointed(Net):
         hidden = self.inner(x)
         if bool((x > 9).all()):
             hidden = checkpoint(torch.tanh, hidden, use_reentrant=True)
+        elif bool((x > 8).all()):
+            hidden = checkpoint(torch.tanh, hidden, use_reentrant=True, preserve_rng_state=False)
         elif bool((x < -9).all()):
             hidden = BackwardInBackward.apply(hidden, self.outer.weight, self)
         return self.finish(hidden)
@@ -435,9 +437,27 @@ def test_checkpoints_and_nested_backwards_in_some_calls_only(runs: list[str]) ->
     plain = copy.deepcopy(net)
     with wrap(net) as model:
         warm_up(model, plain, runs)
-        for value in (10.0, -10.0, 1.0):
+        for value in (10.0, 9.0, -10.0, 1.0):
             check_step(model, plain, torch.full((6, 4), value))
-        assert runs == ["forward", "backward"] * 3
+        assert runs == ["forward", "backward"] * 4
+
+
+class TurnsGradModeOff(Net):
+    def finish(self, hidden: Tensor) -> Tensor:
+        out = super().finish(hidden)
+        torch.set_grad_enabled(bool((out != out.detach()[0]).any()))
+        return out
+
+
+def test_grad_mode_that_forward_leaves_off(runs: list[str]) -> None:
+    net = TurnsGradModeOff()
+    plain = copy.deepcopy(net)
+    with wrap(net) as model:
+        warm_up(model, plain, runs)
+        output = model(torch.ones(6, 4))
+        assert torch.is_grad_enabled()
+        assert output.requires_grad
+        check_step(model, plain, torch.randn(6, 4))
 
 
 class DrawsInBackward(torch.autograd.Function):

@@ -91,7 +91,7 @@ class PreparedRng:
         streams = self.streams(seed)
         # for code that uses the default generator directly
         torch.default_generator.manual_seed(stream_seed(seed, self._index))
-        streams.caller.cpu.initial_state = torch.default_generator.get_state()
+        streams.caller.cpu.set_initial_state(torch.default_generator.get_state())
         return streams
 
     def streams(self, seed: int) -> ReplicaRng:

@@ -68,6 +68,7 @@ from instep.replicas.tensors import check_no_stray_gradients
 from instep.runtime.affinity import SenderCpuAvoidance, set_spin_wait
 from instep.runtime.ambient import AutocastState, set_anomaly_mode
 from instep.runtime.rng import rng_state_reads, supports_thread_streams
+from instep.runtime.torch_private import reentrant_checkpoints
 from instep.structure.tree import tensors_in
 
 _DEVICE_POLL_SECONDS = 0.05
@@ -413,10 +414,10 @@ class WorkerServer:
             request.shard_sizes,
         )
         group = self._group(call_id, request, request.replica_index, request.num_replicas)
-        state_reads = rng_state_reads()
+        before = rng_state_reads(), reentrant_checkpoints()
         result = run_forward(call, request.replica_index, group)
         if isinstance(result.context, ReplicaContext):
-            result.context.may_recompute = rng_state_reads() != state_reads
+            result.context.may_recompute = before != (rng_state_reads(), reentrant_checkpoints())
         if result.error is not None:
             module.replica_set.restore_containers()
             raise result.error
