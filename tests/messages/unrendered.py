@@ -130,6 +130,7 @@ INTERNAL: dict[str, frozenset[str]] = {
             "engines/processes/controller/prepared.py: _NoGroup.all_gather",
             "engines/processes/controller/prepared.py: _NoGroup.exchange",
             "engines/processes/controller/replies.py: wrap_stop_iteration",
+            "engines/processes/controller/requests.py: RetryingRequest._send",
             "engines/processes/nccl/bucket_reducer.py: BucketReducer.finish",
             "engines/processes/nccl/group.py: NcclGroup._run",
             "engines/processes/nccl/group.py: NcclGroup.start_reduce.wait_for_sum",
