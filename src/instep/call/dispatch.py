@@ -174,7 +174,9 @@ class ReplicaDispatch:
         """Whether the forward of a replica had an effect that only its process can see."""
         if self.find_functions or self.shared_arguments is not None:
             return True
-        return has_local_effects(self.check_local_effects or bool, result)
+        if self.check_local_effects is None:
+            return retains_grad(result)
+        return has_local_effects(self.check_local_effects, result)
 
     def _restore_module_tensors(self, results: Sequence[ReplicaResult]) -> None:
         """Replace replicas' parameters and buffers in outputs by the module's own."""

@@ -12,7 +12,8 @@ class ForwardVerdict(NamedTuple):
     """What a forward on the replicas has shown about the call."""
 
     retry: bool = False
-    """Replicas may have used incomplete data (see `LostExchange`): run them again."""
+    """Run the replicas again: they may have used incomplete data (see `LostExchange`), or only some ranks ran a
+    prepared call."""
     changed_containers: tuple[str, ...] = ()
     """Paths of containers that replicas share, and that forward changed: run them again, each with its own copy."""
     serialize: bool = False

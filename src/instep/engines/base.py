@@ -278,7 +278,7 @@ RUN_PREPARED_FORWARD = run_prepared_forward.__code__
 
 
 def run_prepared(call: ReplicaCall, index: int, group: Group) -> ReplicaResult:
-    """The same, with copies of the thread's context variables. An exception is returned in the result."""
+    """`run_prepared_forward` in a copy of the thread's context variables. An exception is returned in the result."""
     replica, context = call.replicas[index], call.replica_context(index, group, RUN_PREPARED_FORWARD)
     try:
         return copy_context().run(run_prepared_forward, replica, call.method, call.arguments[index], context, call.rng)

@@ -86,7 +86,7 @@ class CallerGenerator:
         return state_bytes(self.generator.get_state()) != self._read_initial()
 
     def record_use(self) -> bool:
-        """The same, once nothing draws from it any more in this call: `was_used` does not look again."""
+        """Return `was_used()`, and keep it: nothing in this process draws from the generator in this call any more."""
         self._was_used = self._find_use()
         return self.was_used()
 

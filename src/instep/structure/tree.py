@@ -382,7 +382,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _collect_tensors(value: Any, found: list[Tensor]) -> None:
-    """Append the tensors of a structure. Only containers of other classes are rebuilt meanwhile."""
+    """Append the tensors of a structure to `found`."""
     cls = type(value)
     if isinstance(value, Tensor):
         found.append(value)

@@ -349,7 +349,10 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         return PreparedRankRun.create(self, call, results[self._rank], results)
 
     def may_run_prepared(self, call: ReplicaCall) -> bool:
-        """Whether calls have not called collectives since, or written to arguments. All ranks know that."""
+        """Whether such a call is expected to call no collectives, and no call has written to an argument.
+
+        All ranks return the same.
+        """
         key = "forward", call.method, _mode(call.replicas[0].source_modules[0])
         return not self._writes_arguments and not self.row_orders.expected(key)
 

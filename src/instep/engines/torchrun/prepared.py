@@ -1,6 +1,6 @@
 """Prepared runs of the `torchrun` engine: calls like an earlier one, without what does not change between them.
 
-Messages between ranks are those of the general path, so that some ranks may run a call so, and others not.
+Messages between ranks are those of the general path: ranks with and without a prepared run can take part in one call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PreparedEngine(Protocol):
     """What a prepared run asks of its engine."""
 
     def may_run_prepared(self, call: ReplicaCall) -> bool:
-        """Whether calls have not called collectives since, or written to arguments."""
+        """Whether such a call is expected to call no collectives, and no call has written to an argument."""
         ...
 
     def forward(self, call: ReplicaCall, *, prepared: bool = False) -> list[ReplicaResult]:
