@@ -100,6 +100,7 @@ class Faulty(nn.Module):
     def trigger(self, replica: int, phase: str) -> None:
         if self.has("garbage", replica, phase):
             send_garbage()
+            time.sleep(0.3)  # until it is read: the reply goes another way, and may be first
         if self.has("raise", replica, phase):
             raise ZeroDivisionError("no luck")
         if self.has("hang", replica, phase):

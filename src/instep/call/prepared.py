@@ -27,7 +27,7 @@ from instep.engines.base import Arguments, Engine, PreparedRun, ReplicaCall
 from instep.replicas.replica import Replica, ReplicaResult
 from instep.replicas.replica_set import ReplicaSet
 from instep.replicas.tensors import ParameterSharing
-from instep.runtime.ambient import AmbientState, CpuState
+from instep.runtime.ambient import AmbientState, CallerState
 from instep.runtime.rng import ReplicaRng
 from instep.runtime.torch_private import RegisteredHooks
 from instep.structure.plan import SplitPlan
@@ -59,7 +59,7 @@ class PreparedCall:
         """The module's other tensors, each with a replica's copy."""
         self.run: PreparedRun | None = None
         """Runs such calls in fewer steps, if the engine can."""
-        self.cpu_state: CpuState
+        self.caller_state: CallerState
         """The state of the thread in the call that `run` was made for."""
         self.ambient: AmbientState | None = None
         """The ambient state of that call."""
@@ -147,9 +147,9 @@ class PreparedCalls:
         if not prepared.run.is_valid:
             prepared.run = None
             return None
-        if not all(map(is_plain, values, repeat(True))):
+        if not all(map(is_plain, values, repeat(self._on_cpu))):
             return None
-        is_same_state = prepared.cpu_state.is_current()
+        is_same_state = prepared.caller_state.is_current()
         prepared.other_states = 0 if is_same_state else prepared.other_states + 1
         return prepared if is_same_state else None
 
@@ -188,11 +188,14 @@ class PreparedCalls:
         """Let the engine prepare for further calls like this one."""
         if prepared.run is not None and prepared.other_states < _MAX_OTHER_STATES:
             return
-        if not self._on_cpu or self._lost_runs >= _MAX_LOST_RUNS or call.ambient.compiler is not None:
+        if self._lost_runs >= _MAX_LOST_RUNS or call.ambient.compiler is not None:
             return
         run, prepared.other_states = self._engine.prepare(call, results), 0
         if run is not None:  # without the context variables of this call
-            prepared.cpu_state, prepared.ambient = CpuState(), replace(call.ambient, context_vars=Context())
+            prepared.caller_state, prepared.ambient = (
+                CallerState(call.replicas[0].device),
+                replace(call.ambient, context_vars=Context()),
+            )
         prepared.run = run  # last: an interruption may come before
 
     def record(

@@ -238,7 +238,9 @@ class ParallelRunner:
             return False, None
         with self._transaction(ambient) as transaction:
             rng = self._replica_rng(transaction.rng, replicas, serialize=False)
-            shards = apply_plan(plan, call.values)
+            shards: Sequence[Sequence[Any]] = apply_plan(plan, call.values)
+            if not self.keeps_cpu:
+                shards = self._place(plan, shards, replicas)
             dispatch = self._prepared_dispatch(prepared, call, ambient, rng, run)
             results, verdict = self._agreed_forward(call, dispatch, shards)
             if verdict != ACCEPTED:

@@ -209,11 +209,12 @@ class AmbientState:
         )
 
 
-class CpuState:
-    """What an `AmbientState` and its encoded form hold for replicas on the CPU; without context variables."""
+class CallerState:
+    """What an `AmbientState` and its encoded form hold for replicas on one device; without context variables."""
 
-    def __init__(self) -> None:
-        """Read the state of this thread."""
+    def __init__(self, device: torch.device) -> None:
+        """Read the state of this thread. The device is the CPU or a CUDA device."""
+        self._device = device
         self._is_same_global_state = make_global_state_guard()
         """Torch's guard on grad mode, autocast, the default dtype, determinism and the number of threads."""
         self._values = self._read()
@@ -221,6 +222,8 @@ class CpuState:
     def is_current(self) -> bool:
         """Whether a state that was captured with this one, in this thread, is still the state of this thread."""
         guard = self._is_same_global_state
+        if self._device.type != "cpu" and torch.cuda.current_device() != self._device.index:
+            return False
         return (guard is None or guard()) and self._read() == self._values
 
     def _read(self) -> tuple[Any, ...]:
@@ -241,6 +244,7 @@ class CpuState:
             torch._C._get_cudnn_deterministic(),
             anomaly_mode(),
             get_warning_filters(),
+            backend_flags() if self._device.type != "cpu" else None,
         )
         if self._is_same_global_state is not None:
             return values

@@ -230,7 +230,12 @@ class ReplicaRng:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether no stream has begun, so that another call with the same seed can use them."""
+        """Whether no stream has begun, so that another call with the same seeds can use them."""
+        return self.is_untouched_on_host and not self.caller.device_streams_used
+
+    @property
+    def is_untouched_on_host(self) -> bool:
+        """Whether no stream on the CPU has begun."""
         started = any(stream.has_begun for stream in self._streams)
         return not (started or self._autograd_streams or self.caller.cpu.streams_used)
 
@@ -392,6 +397,11 @@ class CallerRng:
         self.accelerator_seed = self.accelerators.get(self.devices[0], self.cpu) if self.accelerators else self.cpu
         """The generator that seeds the streams of accelerators."""
         self._tracked: dict[int, CallerGenerator] = {}
+
+    @property
+    def device_streams_used(self) -> bool:
+        """Whether a stream on an accelerator was drawn from."""
+        return self.accelerator_seed is not self.cpu and self.accelerator_seed.streams_used
 
     def track(self, generator: torch.Generator) -> CallerGenerator:
         """Track a generator of the module or of the arguments; `restore` restores it too."""

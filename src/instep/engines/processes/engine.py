@@ -198,8 +198,10 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             raise
 
     def prepare(self, call: ReplicaCall, results: Sequence[ReplicaResult]) -> PreparedProcessRun | None:
-        """On the CPU, for a call whose replicas have changed nothing and called no collective."""
-        if not self._on_cpu or not self._can_run_in_caller(call) or not call.has_plain_arguments:
+        """On the CPU or one GPU, for a call whose replicas have changed nothing and called no collective."""
+        if not (self._on_cpu or self._shares_one_gpu) or not self._can_run_in_caller(call):
+            return None
+        if not call.has_plain_arguments:
             return None
         if any(result.written_state or result.statistics or result.changes for result in results):
             return None
@@ -210,7 +212,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             return None
         nodes = walk_graph(tensor.grad_fn for tensor in tensors_in(results[0].output))
         has_functions = any(custom_function(node) is not None for node in nodes)
-        return PreparedProcessRun(self, call, captures=not has_functions)
+        return PreparedProcessRun(self, call, captures=self._on_cpu and not has_functions)
 
     def current_client(self, index: int) -> WorkerClient | None:
         """The client of a replica's worker, if that is the worker of the last call, with this engine's timeout."""
@@ -242,7 +244,12 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         for other in set(range(len(remote.call.replicas))) - {index}:
             remote.group.enter(other)
             remote.group.leave(other)
-        return run_to_end(self._forward_task(remote, index, None))
+        with self._client_locks() as locks:
+            return run_to_end(self._forward_task(remote, index, locks))
+
+    def _client_locks(self) -> AbstractContextManager[ExitStack | None]:
+        """Context manager: on an accelerator, what holds clients' locks until their replies are received."""
+        return NO_CONTEXT if self._on_cpu else ExitStack()
 
     @contextmanager
     def _broadcast_parameters(self, remote: RemoteCall) -> Iterator[None]:
@@ -282,12 +289,15 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
 
         All replicas are on the caller's device, or their workers are known to reach its memory.
         """
-        if self._on_cpu:
-            return True
-        is_one_gpu = self._devices[0].type == "cuda" and len(set(self._devices)) == 1
-        if is_one_gpu and not self._nccl.can_use(len(self._devices)):
+        if self._on_cpu or self._shares_one_gpu:
             return True
         return all(self.ipc_status.get(index) == "" for index in range(1, len(self._devices)))
+
+    @property
+    def _shares_one_gpu(self) -> bool:
+        """Whether all replicas are on one GPU, and are not treated as if each had its own."""
+        is_one_gpu = self._devices[0].type == "cuda" and len(set(self._devices)) == 1
+        return is_one_gpu and not self._nccl.can_use(len(self._devices))
 
     def _can_run_in_caller(self, call: ReplicaCall) -> bool:
         """Whether the calling thread can run replica 0 and wait for all workers, without other threads."""
@@ -310,7 +320,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         group.logs_rows = call.ambient.grad_enabled
 
         def run() -> list[ReplicaResult]:  # with the thread count of a replica, which is sent to the workers
-            with NO_CONTEXT if self._on_cpu else ExitStack() as locks:
+            with self._client_locks() as locks:
                 tasks = [self._forward_task(remote, index, locks) for index in range(1, len(call.replicas))]
                 return run_replicas(group, run_first, tasks)
 
@@ -432,7 +442,8 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         outputs, grads = outputs_with_gradients(replica, gradients)
         autocast = AutocastState.capture()
         task = BackwardTask(group, index, graph, replica, outputs, grads, retain_graph, [], autocast)
-        run_to_end(self._backward_task(task, None))
+        with self._client_locks() as locks:
+            run_to_end(self._backward_task(task, locks))
 
     def reduce_gradients(self, columns: Sequence[Gradients]) -> Gradients:
         """The sum of the replicas' gradients, in `running_backward`."""
@@ -482,7 +493,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         group.logs_rows = False  # a backward with rows on a device is not run again
 
         def run() -> list[None]:
-            with NO_CONTEXT if self._on_cpu else ExitStack() as locks:
+            with self._client_locks() as locks:
                 return run_replicas(group, run_first, [self._backward_task(task, locks) for task in others])
 
         def run_first() -> None:

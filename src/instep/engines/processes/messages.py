@@ -233,10 +233,11 @@ class PrepareRequest:
     """Module tensors whose gradients are needed, by index."""
     ambient: EncodedAmbientState
 
-    def forward_request(
-        self, values: Sequence[Any], seed: int, released: tuple[Sequence[int], Sequence[int]], python_seed: int | None
-    ) -> ForwardRequest:
-        """The request of one forward with these arguments."""
+    captures: bool
+    """Whether backward captures gradients instead of accumulating them, unless forward may have used checkpoints."""
+
+    def forward_request(self, values: Sequence[Any], request: PreparedForwardRequest) -> ForwardRequest:
+        """The general request for a forward with these arguments."""
         return ForwardRequest(
             self.module_id,
             self.method,
@@ -245,12 +246,11 @@ class PrepareRequest:
             self.shard_sizes,
             self.num_replicas,
             True,
-            seed,
-            seed,
-            released,
+            request.seed,
+            request.device_seed,
             kwargs=dict(zip(self.keywords, values[self.num_positional :], strict=True)),
             ambient=self.ambient,
-            python_seed=python_seed,
+            python_seed=request.python_seed,
         )
 
 
@@ -262,14 +262,17 @@ class PreparedForwardRequest(NamedTuple):
     values: list[Any]
     """The arguments, positional ones first, as `encode_plain` encodes them."""
     seed: int
+    device_seed: int
     released: tuple[Sequence[int], Sequence[int]]
     python_seed: int | None
+    transfer: tuple[Any, ...] | None
+    """How tensors on a device are sent (see `CudaIpcChannel`)."""
 
 
 class PreparedBackwardRequest(NamedTuple):
     """Runs the backward of a prepared forward, in the usual case. The gradients of the outputs are its tensors.
 
-    An empty reply says that all `wanted_tensors` have gradients, which are in their slots.
+    An empty reply, or None, says that all `wanted_tensors` have gradients, which are in their slots.
     """
 
     call_id: int
@@ -279,6 +282,19 @@ class PreparedBackwardRequest(NamedTuple):
     seed: int
     retain_graph: bool
     anomaly_mode: int
+    transfer: tuple[Any, ...] | None
+    """How tensors on a device are sent (see `CudaIpcChannel`)."""
+
+    def backward_request(self, gradients: Sequence[Tensor], wanted_tensors: list[int]) -> BackwardRequest:
+        """The general request for this backward."""
+        return BackwardRequest(
+            self.call_id,
+            dict(zip(self.outputs, gradients, strict=True)),
+            self.seed,
+            wanted_tensors=wanted_tensors,
+            retain_graph=self.retain_graph,
+            anomaly_mode=self.anomaly_mode,
+        )
 
 
 class RowRequest(NamedTuple):
@@ -320,6 +336,8 @@ class ForwardReply(PositionalMessage):
     )
 
     output: Any = None
+    device_rng_used: bool = False
+    """Whether random numbers were drawn on an accelerator."""
     structure_changed: bool = False
     attributes: list[tuple[int, str, Any, bool]] = field(default_factory=list)
     """Attributes that were set: the submodule's index, the name, the value, whether it is a buffer."""
@@ -340,8 +358,6 @@ class ForwardReply(PositionalMessage):
     used_arguments: list[int] = field(default_factory=list)
     """Arguments requiring grad that the outputs depend on."""
     host_rng_used: bool = False
-    device_rng_used: bool = False
-    """Whether random numbers were drawn on an accelerator."""
     default_rng_used: bool = False
     """Whether the default generator was used directly, where no stream replaces it."""
     module_generators_used: list[int] = field(default_factory=list)

@@ -344,7 +344,7 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         raise RankFailure(f"{self._operation} failed on another rank.")
 
     def prepare(self, call: ReplicaCall, results: Sequence[ReplicaResult]) -> PreparedRankRun | None:
-        if len(call.replicas) < self._ranks.count:
+        if not self._on_cpu or len(call.replicas) < self._ranks.count:
             return None
         return PreparedRankRun.create(self, call, results[self._rank], results)
 

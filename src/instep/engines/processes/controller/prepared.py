@@ -1,15 +1,16 @@
-"""Prepared runs: calls like an earlier one, whose workers already know all but the arguments and the seed.
+"""Prepared runs: calls like an earlier one, whose workers already know all but the arguments and the seeds.
 
 A prepared run does the same as `ProcessesEngine.forward` and `backward` in the usual case, in fewer steps: all replicas
-are on the CPU, the calling thread runs the first one, no replica calls a collective, and forward changes no state. It
-finds out when a call is not like that, and the caller then uses the general path.
+are on the CPU or on one GPU, where they share memory, the calling thread runs the first one, no replica calls a
+collective, and forward changes no state. It finds out when a call is not like that, and the caller then uses the
+general path.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from instep.autograd.bridge import CallGraph, Gradients, ReplicaGraph, outputs_with_gradients, take_gradients
-from instep.collectives.buckets import all_present
+from instep.collectives.buckets import all_present, reusable_gradients, sum_gradients
 from instep.collectives.group import ReplicaContext, ReplicaInfo, first_error
 from instep.engines.base import (
     RUN_PREPARED_FORWARD,
@@ -55,12 +56,16 @@ from instep.engines.processes.messages import (
 from instep.engines.processes.serialization.registry import sendable_context
 from instep.engines.processes.transport.channel import dump_plain, encode_plain, reply_rebuilder
 from instep.engines.processes.transport.connection import ConnectionClosed
+from instep.engines.processes.transport.copy_streams import CallStreams
+from instep.engines.processes.transport.cuda_driver import DeviceMemory
+from instep.engines.processes.transport.cuda_ipc import IpcError
 from instep.engines.thread_pool import is_replica_thread
 from instep.errors import LostExchange
 from instep.replicas.replica import RemoteEffects, ReplicaResult
 from instep.replicas.write_watch import deduplicate_views
 from instep.runtime.ambient import AutocastState, anomaly_mode
 from instep.runtime.locks import run_uninterrupted
+from instep.runtime.modes import NO_CONTEXT
 from instep.runtime.rng import ReplicaRng
 
 
@@ -94,6 +99,10 @@ class PreparedEngine(Protocol):
 
     def current_client(self, index: int) -> WorkerClient | None:
         """The client of a replica's worker, if that is the worker of the last call, with this engine's timeout."""
+        ...
+
+    def prepare_device(self, index: int, client: WorkerClient, streams: CallStreams, may_use_ipc: bool) -> None:
+        """Make a worker select its device, and set up the transfer of tensors."""
         ...
 
     def replace_dead(self, index: int, worker: Any, closed: ConnectionClosed) -> None:
@@ -130,7 +139,9 @@ class PreparedEngine(Protocol):
 class _PreparedWorker:
     """One remote replica of prepared calls, and the id by which its worker knows them."""
 
-    def __init__(self, call: ReplicaCall, index: int, replica: RemoteReplica, client: WorkerClient) -> None:
+    def __init__(
+        self, call: ReplicaCall, index: int, replica: RemoteReplica, client: WorkerClient, *, captures: bool
+    ) -> None:
         args, kwargs = call.arguments[index]
         self.index, self.replica, self.client = index, replica, client
         self.module_state: RemoteModuleState = replica.worker_states[client]
@@ -149,6 +160,7 @@ class _PreparedWorker:
             list(kwargs),
             self.tensor_indices,
             ambient,
+            captures,
         )
         slots = self.module_state.gradient_slots
         self.slots: Gradients = [slots[index] for index in self.tensor_indices]
@@ -159,14 +171,36 @@ class _PreparedWorker:
 
 
 def can_prepare(call: ReplicaCall, index: int, client: WorkerClient | None) -> bool:
-    """Whether the worker of a replica needs nothing but the arguments and the seed of such calls."""
+    """Whether the worker of a replica needs nothing but the arguments and the seeds of such calls."""
     replica, (args, kwargs) = call.replicas[index], call.arguments[index]
     if client is None or not isinstance(replica, RemoteReplica) or encode_plain([*args, *kwargs.values()]) is None:
         return False
     state: RemoteModuleState | None = replica.worker_states.get(client)
     if state is None or state.unshared or state.staging is not None or state.generators or state.doorbell is not None:
         return False
+    if replica.source_device.type != "cpu" and not isinstance(state.gradient_memory, DeviceMemory):
+        return False
     return all(state.local_indices.get(id(leaf), -1) in state.gradient_slots for _, leaf in replica.trainable)
+
+
+class _Transfers:
+    """Context manager around a forward or backward whose tensors are sent through memory on the device."""
+
+    def __init__(self, engine: PreparedEngine, devices: Sequence[torch.device]) -> None:
+        self._engine, self._streams, self._locks = engine, CallStreams(devices, in_caller=True), ExitStack()
+
+    def __enter__(self) -> _Transfers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._locks.close()
+        self._streams.finish()
+
+    def prepare(self, index: int, client: WorkerClient, pending: PendingReply) -> None:
+        """Prepare for a request. Until the end, other threads do not use the client: transfers have an order."""
+        self._locks.enter_context(client.lock)
+        pending.holds_lock = True
+        self._engine.prepare_device(index, client, self._streams, True)
 
 
 class _SentForward:
@@ -174,6 +208,7 @@ class _SentForward:
 
     def __init__(self, worker: _PreparedWorker, pending: PendingReply, arguments: list[Tensor]) -> None:
         self.worker, self.pending, self.arguments = worker, pending, arguments
+        self.request: PreparedForwardRequest | None = None
         self.closed: ConnectionClosed | None = None
         """Why the request could not be sent."""
         self.replayable: ReplayableCall | None = None
@@ -185,6 +220,8 @@ class PreparedProcessRun:
     def __init__(self, engine: PreparedEngine, call: ReplicaCall, *, captures: bool) -> None:
         """`captures` is whether backward captures gradients, unless forward may have used reentrant checkpoints."""
         self._engine, self._captures = engine, captures
+        self._devices = [call.replicas[0].device] * len(call.replicas)
+        self._on_cpu = self._devices[0].type == "cpu"
         # Without what would keep the tensors of this call alive.
         self._template = replace(call, arguments=[], select_output=None, has_local_effects=None)
         self._first = call.replicas[0]
@@ -198,7 +235,7 @@ class PreparedProcessRun:
         client, replica = self._engine.current_client(index), call.replicas[index]
         assert client is not None
         assert isinstance(replica, RemoteReplica)
-        return _PreparedWorker(call, index, replica, client)
+        return _PreparedWorker(call, index, replica, client, captures=self._captures)
 
     def can_run(self) -> bool:
         """Whether the workers are those that were prepared, and no context variable has to be sent to them."""
@@ -219,23 +256,31 @@ class PreparedProcessRun:
         self._engine.raise_lost_results()
         python_seed = self._engine.begin_python_rng()
         try:
-            with self._engine.call_lock():
-                return run_as_replica(partial(self._forward, rows, rng, python_seed), len(rows), caller_restores=True)
+            # On a device, no lock: see `ProcessesEngine.forward`.
+            with self._engine.call_lock() if self._on_cpu else NO_CONTEXT, self._begin_transfers() as transfers:
+                run = partial(self._forward, rows, rng, python_seed, transfers)
+                return run_as_replica(run, len(rows), caller_restores=True, on_accelerator=not self._on_cpu)
         except LostExchange:
             self.is_valid = False
             raise
 
-    def _forward(self, rows: Sequence[Arguments], rng: ReplicaRng, python_seed: int | None) -> list[ReplicaResult]:
+    def _begin_transfers(self) -> AbstractContextManager[_Transfers | None]:
+        """Context manager: tensors are sent through memory on the device, if the replicas are on one."""
+        return NO_CONTEXT if self._on_cpu else _Transfers(self._engine, self._devices)
+
+    def _forward(
+        self, rows: Sequence[Arguments], rng: ReplicaRng, python_seed: int | None, transfers: _Transfers | None
+    ) -> list[ReplicaResult]:
         sent: list[_SentForward] = []
         try:
             with send_lock:
                 for worker, row in zip(self._workers, rows[1:], strict=True):
-                    sent.append(self._send_forward(worker, row, rng.caller.cpu.base_seed, python_seed))
+                    sent.append(self._send_forward(worker, row, rng, python_seed, transfers))
             first = copy_context().run(self._run_first, rows[0], rng)
             self._engine.end_python_rng(python_seed)
             if torch.is_grad_enabled():
                 for forward in sent:
-                    self._prepare_replay(forward, rows, rng, python_seed)
+                    self._prepare_replay(forward, rows)
             results = [first]
             for forward in sent:
                 failed = first.error is not None
@@ -250,7 +295,12 @@ class PreparedProcessRun:
         return results
 
     def _send_forward(
-        self, worker: _PreparedWorker, row: Arguments, seed: int, python_seed: int | None
+        self,
+        worker: _PreparedWorker,
+        row: Arguments,
+        rng: ReplicaRng,
+        python_seed: int | None,
+        transfers: _Transfers | None,
     ) -> _SentForward:
         """Send a worker its arguments."""
         client, replica = worker.client, worker.replica
@@ -261,15 +311,21 @@ class PreparedProcessRun:
         replica.restore_views()
         replica.needs_state_refresh = False
         values, tensors = encoded
+        seeds = rng.caller.cpu.base_seed, rng.caller.accelerator_seed.base_seed
         with client.lock:
             pending = client.new_pending()
             forward = _SentForward(worker, pending, tensors)
             try:
+                if transfers is not None:
+                    transfers.prepare(worker.index, client, pending)
                 if client.sync_module(replica) is not worker.module_state:
                     raise LostExchange("the module was sent again after the call was prepared.")
-                request = PreparedForwardRequest(worker.number, values, seed, client.take_released(), python_seed)
+                inline, transfer = client.channel.write_tensors(tensors)
+                released = client.take_released()
+                request = PreparedForwardRequest(worker.number, values, *seeds, released, python_seed, transfer)
+                forward.request = request
                 client.channel.connection.send(
-                    messages.PREPARED_FORWARD, pending.request_id, dump_plain(tuple(request)), tensors
+                    messages.PREPARED_FORWARD, pending.request_id, dump_plain(tuple(request)), inline
                 )
             except ConnectionClosed as error:
                 forward.closed = error
@@ -280,6 +336,8 @@ class PreparedProcessRun:
 
     def _run_first(self, row: Arguments, rng: ReplicaRng) -> ReplicaResult:
         """Run replica 0 in this thread, whose ambient state is that of the call."""
+        if self._template.ambient.autocast:  # weights may have changed since they were cast in the caller's block
+            torch.clear_autocast_cache()
         context = ReplicaContext(
             _NO_GROUP,
             self._info,
@@ -297,13 +355,12 @@ class PreparedProcessRun:
             return ReplicaResult(error=error)
         return result
 
-    def _prepare_replay(
-        self, forward: _SentForward, rows: Sequence[Arguments], rng: ReplicaRng, python_seed: int | None
-    ) -> None:
+    def _prepare_replay(self, forward: _SentForward, rows: Sequence[Arguments]) -> None:
         """Keep what is needed to run a forward again, if its worker dies before the backward."""
+        if forward.request is None:  # it could not be sent
+            return
         worker = forward.worker
         args, kwargs = rows[worker.index]
-        seed = rng.caller.cpu.base_seed
         replica = worker.replica
         forward.replayable = ReplayableCall(
             forward.pending.request_id,
@@ -314,7 +371,7 @@ class PreparedProcessRun:
             replica.private_container_paths,
             replica.source_modules,
             replica.source_changes_ref,
-            worker.request.forward_request([*args, *kwargs.values()], seed, ((), ()), python_seed),
+            worker.request.forward_request([*args, *kwargs.values()], forward.request),
             CollectiveLog(),
             forward.arguments,
         )
@@ -336,8 +393,11 @@ class PreparedProcessRun:
             message = client.wait_reply(forward.pending, _failed_call() if failed else None)
             local_tensors = worker.module_state.local_tensors
             fields, tensors = client.channel.decode(message, reply_rebuilder(forward.arguments, local_tensors))
-        except ConnectionClosed as error:
-            self._engine.replace_dead(worker.index, client.worker, error)
+        except (ConnectionClosed, IpcError) as error:
+            if isinstance(error, IpcError):
+                client.disable_ipc(str(error))
+            else:
+                self._engine.replace_dead(worker.index, client.worker, error)
             self.is_valid = False
             remote = self._engine.remote_call(replace(self._template, arguments=rows, rng=rng), python_seed)
             return self._engine.forward_again(remote, worker.index)
@@ -350,9 +410,9 @@ class PreparedProcessRun:
             flush_output()
         if len(fields) > 1:
             reply = ForwardReply(*fields)
-            if reply.host_rng_used and not reply.default_rng_used:
-                rng.caller.record_remote_use(host=True)
-                reply.host_rng_used = False
+            if not reply.default_rng_used:
+                rng.caller.record_remote_use(host=reply.host_rng_used, device=reply.device_rng_used)
+                reply.host_rng_used = reply.device_rng_used = False
             if len(reply.fields()) > 1:  # forward had other effects than an output
                 return self._apply_reply(forward, rows, rng, python_seed, reply, tensors)
         result, indices = ReplicaResult(output=fields[0]), {id(t): i for i, t in enumerate(tensors) if t.requires_grad}
@@ -389,9 +449,10 @@ class PreparedProcessRun:
         if engine.in_no_sync or is_replica_thread() or not self._has_graphs(graph.replicas):
             return engine.backward(graph, gradients, retain_graph)
         engine.raise_lost_results()
-        with engine.call_lock():
+        with engine.call_lock(), self._begin_transfers() as transfers:
             try:
-                columns = run_as_replica(partial(self._backward, graph, gradients, retain_graph), len(graph.replicas))
+                run = partial(self._backward, graph, gradients, retain_graph, transfers)
+                columns = run_as_replica(run, len(graph.replicas), on_accelerator=not self._on_cpu)
                 return self._sum(columns), [[] for _ in columns]
             except BaseException:
                 run_uninterrupted(*(replica.collect_gradients for replica in graph.replicas))
@@ -404,6 +465,8 @@ class PreparedProcessRun:
             return self._reduce(columns)
         if not all_present(first) or {gradient.layout for gradient in first if gradient is not None} != _STRIDED:
             return self._reduce(columns)
+        if not self._on_cpu:  # memory of the device is scarcer
+            return sum_gradients(columns, reusable_gradients(first))
         sums: Any = torch._foreach_add(first, others[0])  # type: ignore[arg-type]
         for column in others[1:]:
             torch._foreach_add_(sums, column)  # type: ignore[arg-type]
@@ -426,7 +489,9 @@ class PreparedProcessRun:
                 return False
         return True
 
-    def _backward(self, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool) -> list[Gradients]:
+    def _backward(
+        self, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool, transfers: _Transfers | None
+    ) -> list[Gradients]:
         """Every replica's gradients."""
         graph.rng.refresh()
         first, *others = graph.replicas
@@ -436,7 +501,7 @@ class PreparedProcessRun:
         try:
             with send_lock:
                 for worker, replica, grads in zip(self._workers, others, gradients[1:], strict=True):
-                    sent.append(self._send_backward(worker, replica, grads, graph.rng, retain_graph))
+                    sent.append(self._send_backward(worker, replica, grads, graph.rng, retain_graph, transfers))
             try:
                 columns.append(self._backward_first(first, gradients[0], graph.rng, retain_graph))
             except Exception as error:
@@ -474,7 +539,13 @@ class PreparedProcessRun:
         return columns
 
     def _send_backward(
-        self, worker: _PreparedWorker, replica: ReplicaGraph, gradients: Gradients, rng: ReplicaRng, retain_graph: bool
+        self,
+        worker: _PreparedWorker,
+        replica: ReplicaGraph,
+        gradients: Gradients,
+        rng: ReplicaRng,
+        retain_graph: bool,
+        transfers: _Transfers | None,
     ) -> PendingReply | ConnectionClosed | None:
         """Send a worker the gradients of its outputs; None if there are none."""
         outputs, grads = outputs_with_gradients(replica, gradients)
@@ -486,15 +557,21 @@ class PreparedProcessRun:
         autocast = AutocastState.capture()
         indices = [call.output_indices[id(output)] for output in outputs]
         seed, anomaly = rng.caller.cpu.base_seed, anomaly_mode()
-        is_usual = self._captures and not (written_arguments or written_tensors or autocast.enabled)
+        # On the CPU, large gradients are otherwise sent while backward runs.
+        is_usual = (self._captures or not self._on_cpu) and not (
+            written_arguments or written_tensors or autocast.enabled
+        )
         with client.lock:
             pending = client.new_pending()
             try:
+                if transfers is not None:
+                    transfers.prepare(worker.index, client, pending)
                 if is_usual and call.is_first_run:
                     client.channel.send_changed_globals(worker.module_state.module_globals)
-                    fields = PreparedBackwardRequest(call.call_id, indices, seed, retain_graph, anomaly)
+                    inline, transfer = client.channel.write_tensors(grads)
+                    fields = PreparedBackwardRequest(call.call_id, indices, seed, retain_graph, anomaly, transfer)
                     body = dump_plain(tuple(fields))
-                    client.channel.connection.send(messages.PREPARED_BACKWARD, pending.request_id, body, grads)
+                    client.channel.connection.send(messages.PREPARED_BACKWARD, pending.request_id, body, inline)
                 else:
                     request = BackwardRequest(
                         call.call_id,
@@ -525,7 +602,8 @@ class PreparedProcessRun:
             return [None] * len(first.leaves)
         may_recompute = isinstance(first.context, ReplicaContext) and first.context.may_recompute
         leaves = first.leaves if self._captures and not may_recompute else None
-        captured = backward_in_group(_NO_GROUP, 0, first, outputs, grads, retain_graph, rng.backward_context(0), leaves)
+        context = rng.backward_context(0) if self._on_cpu else rng.joint_backward_context(0)
+        captured = backward_in_group(_NO_GROUP, 0, first, outputs, grads, retain_graph, context, leaves)
         return take_gradients(first.leaves) if captured is None else captured
 
     def _receive_backward(
@@ -534,9 +612,9 @@ class PreparedProcessRun:
         """Wait for a worker's gradients."""
         client, state = worker.client, worker.module_state
         message = client.wait_reply(pending, _failed_call() if failed else None)
-        if not message.body:  # all of them are in their slots
+        fields, _ = client.channel.decode(message) if message.body else (None, ())
+        if fields is None:  # all of them are in their slots
             return worker.slots
-        fields, _ = client.channel.decode(message)
         reply = BackwardReply(*fields)
         if reply.host_rng_used:
             rng.caller.record_remote_use(host=True)

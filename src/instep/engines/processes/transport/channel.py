@@ -122,14 +122,21 @@ class Channel:
 
     def _prepare_tensors(
         self, tensors: Sequence[Tensor], get_tag: TagFunction
-    ) -> tuple[list[TensorTag], list[Tensor], tuple[Any, ...] | None]:
+    ) -> tuple[list[TensorTag], Sequence[Tensor], tuple[Any, ...] | None]:
         """The tags, the tensors to send with the message, and the description of those written to IPC memory."""
         tags = [get_tag(tensor) for tensor in tensors]
         values = [tensor.detach() for tensor, tag in zip(tensors, tags, strict=True) if tag[0] == VALUE]
+        return tags, *self.write_tensors(values)
+
+    def write_tensors(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], tuple[Any, ...] | None]:
+        """Write the values of tensors to IPC memory, if there is any.
+
+        Returns the tensors to send with the message, and the description of the others for `read_tensors`.
+        """
         if self.cuda_ipc is None:
-            return tags, values, None
-        inline, transfer = self.cuda_ipc.write(values)
-        return tags, inline, transfer.to_tuple()
+            return tensors, None
+        inline, transfer = self.cuda_ipc.write(tensors)
+        return inline, transfer.to_tuple()
 
     def send_flat(self, kind: str, call_id: int, flat: FlatValue) -> None:
         """Send a value whose tensors are already separated. Skips the search for tensors where possible."""
@@ -154,18 +161,18 @@ class Channel:
 
         Unpickling is safe because only the parent and its worker hold the ends of a connection.
         """
-        if self.connection.receiver is not None:
-            self.connection.receiver.raise_deferred()
         plain = load_plain(message.body)
         tags, content, transfer = pickle.loads(message.body) if plain is None else plain
-        values = iter(self._received_values(message, transfer))
+        values = iter(self.read_tensors(message, transfer))
         tensors = [rebuild(tag, next(values) if tag[0] == VALUE else None) for tag in tags]
         if plain is None:
             return self.registry.unpack(PickledValue(content, tensors)), tensors
         return decode_plain(content, tensors), tensors
 
-    def _received_values(self, message: Message, transfer: tuple[Any, ...] | None) -> list[Tensor]:
+    def read_tensors(self, message: Message, transfer: tuple[Any, ...] | None) -> list[Tensor]:
         """The tensors of a message whose data was sent, including those in IPC memory."""
+        if self.connection.receiver is not None:
+            self.connection.receiver.raise_deferred()
         if self.cuda_ipc is None or transfer is None:
             return message.tensors
         return self.cuda_ipc.read(message.tensors, IpcTransfer.from_tuple(transfer), self.connection.receiver)

@@ -17,7 +17,7 @@ from instep.autograd.bridge import Gradients, ReplicaGraph
 from instep.collectives.buckets import all_present
 from instep.collectives.group import Group, ReplicaContext, ReplicaInfo
 from instep.engines.base import RUN_PREPARED_FORWARD, run_prepared_forward
-from instep.engines.processes.messages import DONE, ForwardReply, PrepareRequest
+from instep.engines.processes.messages import DONE, ForwardReply, PreparedForwardRequest, PrepareRequest
 from instep.engines.processes.transport.channel import Channel, dump_plain, encode_plain, tag_by_value
 from instep.engines.processes.worker.module import WorkerModule
 from instep.engines.processes.worker.rng import seed_python_rng
@@ -76,32 +76,36 @@ _NO_GROUP: Any = None
 class PreparedRng:
     """The random number generators of the forwards and backwards of one prepared call.
 
-    Streams that nothing was drawn from serve every call with the same seed.
+    Streams that nothing was drawn from serve every call with the same seeds.
     """
 
-    def __init__(self, index: int, count: int) -> None:
-        self._index, self._count = index, count
+    def __init__(self, index: int, count: int, device: torch.device) -> None:
+        self._index, self._devices = index, [device] * count
         self._seed: int | None = None
+        self._device_seed: int | None = None
         self._streams: ReplicaRng
 
-    def begin_forward(self, seed: int, python_seed: int | None) -> ReplicaRng:
+    def begin_forward(self, request: PreparedForwardRequest) -> ReplicaRng:
         """Seed the generators for a forward. Returns its streams."""
-        if python_seed is not None:
-            seed_python_rng(stream_seed(python_seed, self._index))
-        streams = self.streams(seed)
+        if request.python_seed is not None:
+            seed_python_rng(stream_seed(request.python_seed, self._index))
+        streams = self.streams(request.seed, request.device_seed)
         # for code that uses the default generator directly
-        torch.default_generator.manual_seed(stream_seed(seed, self._index))
+        torch.default_generator.manual_seed(stream_seed(request.seed, self._index))
         streams.caller.cpu.set_initial_state(torch.default_generator.get_state())
         return streams
 
-    def streams(self, seed: int) -> ReplicaRng:
-        """Streams with this seed that nothing was drawn from."""
-        if seed != self._seed or not self._streams.is_untouched:
-            caller = CallerRng([torch.device("cpu")] * self._count, out_of_process=True)
+    def streams(self, seed: int, device_seed: int | None = None) -> ReplicaRng:
+        """Streams with these seeds that nothing was drawn from. Backwards do not use that of the device."""
+        is_same = seed == self._seed and device_seed in (None, self._device_seed)
+        if not is_same or not self._streams.is_untouched:
+            caller = CallerRng(self._devices, out_of_process=True)
             caller.cpu.set_base_seed(seed)
-            pairs: list[Any] = [[]] * self._count
+            if caller.accelerator_seed is not caller.cpu:
+                caller.accelerator_seed.set_base_seed(seed if device_seed is None else device_seed)
+            pairs: list[Any] = [[]] * len(self._devices)
             self._streams = ReplicaRng(caller, pairs, per_thread=supports_thread_streams(), serialized=False)
-            self._seed = seed
+            self._seed, self._device_seed = seed, device_seed
         return self._streams
 
 
@@ -112,7 +116,8 @@ class PreparedCall:
         sizes, index = request.shard_sizes, request.replica_index
         self.request = request
         self.ambient: AmbientState = request.ambient.decode()
-        self.rng = PreparedRng(index, request.num_replicas)
+        self.rng = PreparedRng(index, request.num_replicas, module.device)
+        self.is_on_accelerator = module.device.type != "cpu"
         self._info = ReplicaInfo(index, request.num_replicas, module.device, sizes[index], sum(sizes[:index]))
         self._next: tuple[Replica, ReplicaContext] | None = None
         """The replica and the context of the next forward, if it was prepared."""
@@ -162,6 +167,28 @@ class PreparedCall:
             result = run(run_prepared_forward, replica, request.method, (args, kwargs), context, rng)
         return result, context
 
+    def retain(
+        self,
+        module: WorkerModule,
+        context: ReplicaContext,
+        outputs: dict[int, Tensor],
+        arguments: list[Tensor],
+        rng: ReplicaRng,
+    ) -> RetainedCall:
+        """The graph of a forward that has run."""
+        replica = module.replica_set.replicas[0]
+        return RetainedCall(
+            module,
+            ReplicaGraph([], [], [], replica.tensors.guard, replica.name, context),
+            [],
+            outputs,
+            arguments,
+            module.replica_tensors(),
+            None if rng.is_untouched else rng,
+            self.request.replica_index,
+            self,
+        )
+
     def find_leaves(self, retained: RetainedCall) -> list[Tensor]:
         """The replica's leaves in a retained call, in the order of `PrepareRequest.wanted_tensors`."""
         if retained.replica_tensors is not self._replica_tensors:
@@ -191,13 +218,20 @@ def record_draws(reply: ForwardReply, rng: ReplicaRng) -> None:
     """Report which generators a prepared forward has used."""
     reply.default_rng_used = rng.caller.cpu.was_used()
     rng.report_use()
+    reply.device_rng_used = rng.caller.device_streams_used
     reply.host_rng_used = rng.caller.cpu.streams_used or reply.default_rng_used
 
 
 def send_output(
-    channel: Channel, call_id: int, output: Any, module: WorkerModule, arguments: Sequence[Tensor]
+    channel: Channel,
+    call_id: int,
+    output: Any,
+    module: WorkerModule,
+    arguments: Sequence[Tensor],
+    *,
+    device_rng_used: bool,
 ) -> dict[int, Tensor] | None:
-    """Send the reply of a forward that had no effect but its output.
+    """Send the reply of a forward that had no effect but its output, and perhaps draws on an accelerator.
 
     Returns the output's tensors that require a gradient, by number. Returns None, and sends nothing, if it holds
     arguments, tensors of the module, or anything but plain tensors and values.
@@ -209,6 +243,7 @@ def send_output(
     ids = set(map(id, tensors))
     if not ids.isdisjoint(module.tensor_numbers()) or not ids.isdisjoint(map(id, arguments)):
         return None
-    body = dump_plain((list(map(tag_by_value, tensors)), (content,), None))
-    channel.connection.send(DONE, call_id, body, [tensor.detach() for tensor in tensors])
+    sent, transfer = channel.write_tensors([tensor.detach() for tensor in tensors])
+    fields = (content, True) if device_rng_used else (content,)  # those of a `ForwardReply`
+    channel.connection.send(DONE, call_id, dump_plain((list(map(tag_by_value, tensors)), fields, transfer)), sent)
     return {number: tensor for number, tensor in enumerate(tensors) if tensor.requires_grad}

@@ -6,6 +6,7 @@ import hashlib
 import pickle
 import random
 import sys
+from contextlib import AbstractContextManager
 from itertools import compress
 from typing import Any
 
@@ -44,9 +45,7 @@ class WorkerCallRng:
         request, caller_rng = self._request, self._caller_rng
         reply.default_rng_used = not request.serialized and caller_rng.cpu.was_used()
         self.rng.advance()
-        reply.device_rng_used = (
-            caller_rng.accelerator_seed is not caller_rng.cpu and caller_rng.accelerator_seed.streams_used
-        )
+        reply.device_rng_used = caller_rng.device_streams_used
         reply.host_rng_used = caller_rng.cpu.streams_used or reply.default_rng_used
         if self._generator_pairs:
             self._record_generators(reply)
@@ -62,6 +61,11 @@ class WorkerCallRng:
         reply.argument_generators_used = [i for i, was_used in enumerate(used[split:]) if was_used]
         numbers = (self._module.generator_number(source) for source, _ in compress(self._generator_pairs[:split], used))
         reply.module_generators_used = [number for number in numbers if number is not None]
+
+
+def backward_context(rng: ReplicaRng, device: torch.device, index: int) -> AbstractContextManager[None]:
+    """The context of the backward of a replica on a device. On accelerators a thread of autograd may run it."""
+    return rng.backward_context(index) if device.type == "cpu" else rng.joint_backward_context(index)
 
 
 class PythonRngMonitor:

@@ -59,7 +59,7 @@ from instep.engines.processes.worker.prepared import (
     send_output,
 )
 from instep.engines.processes.worker.rendezvous import Inbox, WorkerRendezvous
-from instep.engines.processes.worker.rng import WorkerCallRng
+from instep.engines.processes.worker.rng import WorkerCallRng, backward_context
 from instep.engines.thread_pool import set_replica_thread
 from instep.errors import EngineError
 from instep.replicas.mutable_arguments import ArgumentSnapshot
@@ -310,7 +310,7 @@ class WorkerServer:
 
     def _begin_prepared(self, prepared: PreparedCall) -> None:
         """Set what a prepared forward needs and earlier calls may have changed."""
-        set_spin_wait(prepared.request.num_replicas)
+        set_spin_wait(prepared.request.num_replicas, on_accelerator=prepared.is_on_accelerator)
         self._ambient.apply_settings(prepared.request.ambient.process)
 
     def _prepare(self, message: Message) -> None:
@@ -320,7 +320,8 @@ class WorkerServer:
     def _forward_prepared(self, message: Message) -> None:
         """Run a forward whose request has only what differs from call to call."""
         content: Any = load_plain(message.body)
-        fields, arguments = PreparedForwardRequest(*content), message.tensors
+        fields = PreparedForwardRequest(*content)
+        arguments = self._channel.read_tensors(message, fields.transfer)
         prepared = self._prepared.get(fields.number)
         if prepared is None:
             raise self._deferred_errors.pop(fields.number) or EngineError("the call was not prepared.")
@@ -333,7 +334,7 @@ class WorkerServer:
             self._release(*fields.released)
         if not prepared.is_forward_prepared:
             self._begin_prepared(prepared)
-        rng = prepared.rng.begin_forward(fields.seed, fields.python_seed)
+        rng = prepared.rng.begin_forward(fields)
         written_arguments = module.watch_arguments(request.method, arguments)
         group = WorkerRendezvous(self._channel, self._inbox, message.call_id, request.num_replicas)
         values = decode_plain(fields.values, arguments)
@@ -342,13 +343,17 @@ class WorkerServer:
         except BaseException:
             module.replica_set.restore_containers()
             raise
-        may_have_drawn = not rng.is_untouched or rng.caller.cpu.was_used()
+        may_have_drawn = not rng.is_untouched_on_host or rng.caller.cpu.was_used()
         written, written_globals = written_arguments(), self._channel.registry.modified_globals()
         outputs: dict[int, Tensor] | None = None
         if is_ordinary(module, result):
             reply = None
             if not (may_have_drawn or written or written_globals or (ambient.grad_enabled and self._foreign_leaves)):
-                outputs = send_output(self._channel, message.call_id, result.output, module, arguments)
+                self._wait_unless_ordered(module.device)
+                drawn = rng.caller.device_streams_used
+                outputs = send_output(
+                    self._channel, message.call_id, result.output, module, arguments, device_rng_used=drawn
+                )
             if outputs is None:
                 reply = ForwardReply(result.output, written_globals=written_globals)
         else:
@@ -365,19 +370,7 @@ class WorkerServer:
             outputs = self._send_forward_reply(message.call_id, reply, module, arguments, grad=ambient.grad_enabled)
         self._last_module, self._last_prepared = module, prepared
         if outputs and ambient.grad_enabled:
-            replica = module.replica_set.replicas[0]
-            graph = ReplicaGraph([], [], [], replica.tensors.guard, replica.name, context)
-            self._retained_calls[message.call_id] = RetainedCall(
-                module,
-                graph,
-                [],
-                outputs,
-                arguments,
-                module.replica_tensors(),
-                None if rng.is_untouched else rng,
-                request.replica_index,
-                prepared,
-            )
+            self._retained_calls[message.call_id] = prepared.retain(module, context, outputs, arguments, rng)
             self._last_module = None  # prepare the next call after the backward, which may change the module
 
     def _forward(self, message: Message) -> None:
@@ -589,7 +582,7 @@ class WorkerServer:
         if not rng.caller.cpu.streams_used:
             rng.caller.cpu.set_base_seed(request.seed)
         group = self._group(call_id, request, index, retained.num_replicas)
-        rng_context = rng.backward_context(index) if module.device.type == "cpu" else rng.joint_backward_context(index)
+        rng_context = backward_context(rng, module.device, index)
         check_no_stray_gradients(leaves)
         module.begin_backward(() if request.keep_gradients else request.wanted_tensors)
         set_anomaly_mode(request.anomaly_mode)
@@ -645,26 +638,26 @@ class WorkerServer:
     def _backward_prepared(self, message: Message) -> None:
         """Run the backward of a prepared forward, in the usual case."""
         content: Any = load_plain(message.body)
-        fields, grads = PreparedBackwardRequest(*content), message.tensors
+        fields = PreparedBackwardRequest(*content)
+        grads = self._channel.read_tensors(message, fields.transfer)
         retained = self._retained_calls[fields.call_id]
         prepared, graph, module = retained.prepared, retained.graph, retained.module
         assert prepared is not None
         wanted = prepared.request.wanted_tensors
         if retained.may_recompute:
-            gradients = dict(zip(fields.outputs, grads, strict=True))
-            request = BackwardRequest(fields.call_id, gradients, fields.seed, wanted_tensors=wanted)
-            request.retain_graph, request.anomaly_mode = fields.retain_graph, fields.anomaly_mode
-            self._run_backward(message.call_id, request)
+            self._run_backward(message.call_id, fields.backward_request(grads, wanted))
             return
         leaves, outputs = prepared.find_leaves(retained), [retained.outputs[number] for number in fields.outputs]
         rng = retained.streams(fields.seed)
         group = WorkerRendezvous(self._channel, self._inbox, message.call_id, prepared.request.num_replicas)
         check_no_stray_gradients(leaves)
         set_anomaly_mode(fields.anomaly_mode)
+        grads = [gradient.to(output.device) for gradient, output in zip(grads, outputs, strict=True)]
         try:
-            context = rng.backward_context(retained.index)
+            context = backward_context(rng, module.device, retained.index)
+            capture = leaves if prepared.request.captures else None
             captured = backward_in_group(
-                group, retained.index, graph, outputs, grads, fields.retain_graph, context, leaves
+                group, retained.index, graph, outputs, grads, fields.retain_graph, context, capture
             )
         except BaseException:
             take_gradients(leaves)
@@ -673,13 +666,16 @@ class WorkerServer:
             retained.keep_streams(rng)
         column = take_gradients(leaves) if captured is None else captured
         if retained.rng is not None:
-            rng.advance()
-        if not rng.caller.cpu.streams_used and prepared.store_gradients(column):
-            self._channel.connection.send(messages.DONE, message.call_id)
-        else:
+            rng.report_use()
+        reply: BackwardReply | None = None
+        if rng.caller.cpu.streams_used or not prepared.store_gradients(column):
             module.begin_backward(())
             present, others = module.flush_gradients(dict(zip(wanted, column, strict=True)))
             reply = BackwardReply(present, other_gradients=others, host_rng_used=rng.caller.cpu.streams_used)
+        self._wait_unless_ordered(module.device)
+        if reply is None and self._channel.cuda_ipc is None:
+            self._channel.connection.send(messages.DONE, message.call_id)
+        else:  # on a device, with the number that the parent's stream waits for
             self._channel.send(messages.DONE, message.call_id, reply)
         if not fields.retain_graph:
             for number in fields.outputs:
