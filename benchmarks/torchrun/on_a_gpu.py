@@ -7,6 +7,8 @@ not measured. Steps are in bfloat16 autocast, with SGD. The table shows medians 
 the median, the smallest and the largest ratio of the rounds. Where the sides communicate by sockets, rounds differ by
 up to 10 %: rows that are close need `--rounds 15`.
 
+`--control` runs DDP a second time in each round, as a control: its ratio shows how much of the others is noise.
+
 Nothing in a round waits for the device but its end, as in a training loop that does not read each loss. The first step
 after such a wait takes longer on both sides: more of the time in which the host prepares it is visible.
 """
@@ -14,9 +16,11 @@ after such a wait takes longer on both sides: more of the time in which the host
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import sys
 import tempfile
+from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -44,8 +48,8 @@ def instep_side(model: nn.Module, batches: list[Batch]) -> Side:
     return Side(lambda batch: model(*batch.inputs, batch.target), batches, model)
 
 
-def make_sides(case: Case, ranks: int, rank: int) -> list[tuple[str, Side, str, Side]]:
-    """Pairs of a side of instep and the side of DDP that it is compared with."""
+def make_sides(case: Case, ranks: int, rank: int, *, control: bool) -> list[tuple[str, Side, str, Side]]:
+    """Pairs of a side of instep and the side of DDP that it is compared with; with `control` also two of DDP."""
     batches = case.sample()
     parts = [batch.part(ranks, rank) for batch in batches]
 
@@ -54,29 +58,32 @@ def make_sides(case: Case, ranks: int, rank: int) -> list[tuple[str, Side, str, 
         return training_side(model, parts)
 
     plain = ddp(case.module())
+    controls = [("DDP again", ddp(case.module()), "DDP", plain)] if control else []
     if not case.has_batch_norm:
-        return [("with_loss", instep_side(wrap(case.module()), batches), "DDP", plain)]
+        return [("with_loss", instep_side(wrap(case.module()), batches), "DDP", plain), *controls]
     synced = ddp(nn.SyncBatchNorm.convert_sync_batchnorm(case.module()))
     shards = instep_side(wrap(case.module(), sync_batchnorm=False), batches)
     return [
         ("with_loss, sync_batchnorm=False", shards, "DDP", plain),
         ("with_loss", instep_side(wrap(case.module()), batches), "DDP + SyncBatchNorm", synced),
+        *controls,
     ]
 
 
-def work(rank: int, folder: str, names: list[str], ranks: int, rounds: int, steps: int, backend: str) -> None:
+def work(rank: int, folder: str, names: list[str], ranks: int, options: Namespace) -> None:
     os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_IB_DISABLE="1", NCCL_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
     if DEVICE == "cuda":
         torch.cuda.set_device(0)
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    dist.init_process_group(options.backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     for name in names:
         torch.manual_seed(0)
-        pairs = make_sides(CASES[name], ranks, rank)
-        for number, count in enumerate((WARM_UP_STEPS, *[steps] * rounds)):
-            for _, ours, _, theirs in pairs:
-                for side in (ours, theirs) if number % 2 else (theirs, ours):
-                    dist.barrier()
-                    side.run(count)
+        pairs = make_sides(CASES[name], ranks, rank, control=options.control)
+        sides = list({id(side): side for _, ours, _, theirs in pairs for side in (ours, theirs)}.values())
+        order = random.Random(0)  # the same on all ranks
+        for count in (WARM_UP_STEPS, *[options.steps] * options.rounds):
+            for side in order.sample(sides, len(sides)):
+                dist.barrier()
+                side.run(count)
         for label, ours, base, theirs in pairs:
             if rank == 0:
                 ratios = sorted(a / b for a, b in zip(ours.times[1:], theirs.times[1:], strict=True))
@@ -86,7 +93,7 @@ def work(rank: int, folder: str, names: list[str], ranks: int, rounds: int, step
                     f"{statistics.median(ratios):8.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) x {base}",
                     flush=True,
                 )
-        del pairs
+        del pairs, sides
         if DEVICE == "cuda":
             torch.cuda.empty_cache()
     dist.destroy_process_group()
@@ -96,6 +103,7 @@ def main() -> None:
     parser = make_parser()
     parser.add_argument("--backend", default="cpu:gloo,cuda:nccl", help="of both sides; gloo also works on a GPU")
     parser.add_argument("--mps", action="store_true", help="divide the multiprocessors among the ranks")
+    parser.add_argument("--control", action="store_true", help="also compare DDP with DDP")
     parser.set_defaults(steps=16)
     options = parser.parse_args()
     names = [name for name in CASES if options.only in name and "32 to 128" not in name]
@@ -104,8 +112,7 @@ def main() -> None:
             if options.mps:
                 os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(100 // ranks)
             with tempfile.TemporaryDirectory() as store:
-                arguments = (store, names, ranks, options.rounds, options.steps, options.backend)
-                mp.spawn(work, arguments, nprocs=ranks)
+                mp.spawn(work, (store, names, ranks, options), nprocs=ranks)
 
 
 if __name__ == "__main__":
