@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import instep
 from instep.engines.thread_pool import is_replica_thread, set_replica_thread
 from instep.runtime import ambient
-from instep.runtime.ambient import AmbientState, CallerState
+from instep.runtime.ambient import AmbientGuard, AmbientState
 
 
 def settings() -> dict[str, Any]:
@@ -337,18 +337,18 @@ CPU_STATES: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore:.*Anomaly Detection:UserWarning")
 @pytest.mark.parametrize("name", CPU_STATES)
 def test_another_state_of_the_thread_is_noticed(name: str) -> None:
-    threads, state = torch.get_num_threads(), CallerState(torch.device("cpu"))
+    threads, state = torch.get_num_threads(), AmbientGuard(torch.device("cpu"))
     assert state.is_current()
     with CPU_STATES[name]():
         if name == "warnings":
             warnings.filterwarnings("ignore", "something")
         assert not state.is_current()
-        assert CallerState(torch.device("cpu")).is_current()
+        assert AmbientGuard(torch.device("cpu")).is_current()
     torch.set_num_threads(threads)
     assert state.is_current()
 
 
 def test_the_state_of_another_thread_is_not_current() -> None:
-    state = CallerState(torch.device("cpu"))
+    state = AmbientGuard(torch.device("cpu"))
     with ThreadPoolExecutor(1) as pool:
         assert not pool.submit(state.is_current).result()

@@ -27,7 +27,7 @@ from instep.engines.base import Arguments, Engine, PreparedRun, ReplicaCall
 from instep.replicas.replica import Replica, ReplicaResult
 from instep.replicas.replica_set import ReplicaSet
 from instep.replicas.tensors import ParameterSharing
-from instep.runtime.ambient import AmbientState, CallerState
+from instep.runtime.ambient import AmbientGuard, AmbientState, is_current_device
 from instep.runtime.rng import ReplicaRng
 from instep.runtime.torch_private import RegisteredHooks
 from instep.structure.plan import SplitPlan
@@ -59,7 +59,7 @@ class PreparedCall:
         """The module's other tensors, each with a replica's copy."""
         self.run: PreparedRun | None = None
         """Runs such calls in fewer steps, if the engine can."""
-        self.caller_state: CallerState
+        self.ambient_guard: AmbientGuard
         """The state of the thread in the call that `run` was made for."""
         self.ambient: AmbientState | None = None
         """The ambient state of that call."""
@@ -149,7 +149,7 @@ class PreparedCalls:
             return None
         if not all(map(is_plain, values, repeat(self._on_cpu))):
             return None
-        is_same_state = prepared.caller_state.is_current()
+        is_same_state = prepared.ambient_guard.is_current()
         prepared.other_states = 0 if is_same_state else prepared.other_states + 1
         return prepared if is_same_state else None
 
@@ -190,10 +190,13 @@ class PreparedCalls:
             return
         if self._lost_runs >= _MAX_LOST_RUNS or call.ambient.compiler is not None:
             return
+        device = call.replicas[0].device
+        if not is_current_device(device):  # no guard would say that the state is the same
+            return
         run, prepared.other_states = self._engine.prepare(call, results), 0
         if run is not None:  # without the context variables of this call
-            prepared.caller_state, prepared.ambient = (
-                CallerState(call.replicas[0].device),
+            prepared.ambient_guard, prepared.ambient = (
+                AmbientGuard(device),
                 replace(call.ambient, context_vars=Context()),
             )
         prepared.run = run  # last: an interruption may come before

@@ -209,8 +209,17 @@ class AmbientState:
         )
 
 
-class CallerState:
-    """What an `AmbientState` and its encoded form hold for replicas on one device; without context variables."""
+def is_current_device(device: torch.device) -> bool:
+    """Whether a device is the CPU or the current CUDA device."""
+    return device.type == "cpu" or torch.cuda.current_device() == device.index
+
+
+class AmbientGuard:
+    """Checks whether this thread is still in the ambient state of an earlier call, with replicas on one device.
+
+    The state is what an `AmbientState` and its encoded form hold, without context variables and streams. On a GPU that
+    is not the current device, no state counts as the same.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Read the state of this thread. The device is the CPU or a CUDA device."""
@@ -220,11 +229,9 @@ class CallerState:
         self._values = self._read()
 
     def is_current(self) -> bool:
-        """Whether a state that was captured with this one, in this thread, is still the state of this thread."""
+        """Whether the state is that of the thread that created this guard, at that time, and this is that thread."""
         guard = self._is_same_global_state
-        if self._device.type != "cpu" and torch.cuda.current_device() != self._device.index:
-            return False
-        return (guard is None or guard()) and self._read() == self._values
+        return is_current_device(self._device) and (guard is None or guard()) and self._read() == self._values
 
     def _read(self) -> tuple[Any, ...]:
         compiler = active_compiler()

@@ -210,9 +210,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             return None
         if not all(can_prepare(call, index, self.current_client(index)) for index in others):
             return None
-        nodes = walk_graph(tensor.grad_fn for tensor in tensors_in(results[0].output))
-        has_functions = any(custom_function(node) is not None for node in nodes)
-        return PreparedProcessRun(self, call, captures=self._on_cpu and not has_functions)
+        return PreparedProcessRun(self, call, captures=self._on_cpu and not _has_custom_functions(results[0].output))
 
     def current_client(self, index: int) -> WorkerClient | None:
         """The client of a replica's worker, if that is the worker of the last call, with this engine's timeout."""
@@ -590,6 +588,12 @@ def _replayable_call(replica: ReplicaGraph) -> ReplayableCall | None:
     """The call of a replica in a worker; None if the replica's graph is in this process."""
     assert replica.remote is None or isinstance(replica.remote, ReplayableCall)
     return replica.remote
+
+
+def _has_custom_functions(output: Any) -> bool:
+    """Whether the graph of an output has nodes of `torch.autograd.Function` classes."""
+    nodes = walk_graph(tensor.grad_fn for tensor in tensors_in(output))
+    return any(custom_function(node) is not None for node in nodes)
 
 
 def _snapshot_arguments(call: ReplicaCall) -> ArgumentSnapshot | None:

@@ -272,7 +272,8 @@ class PreparedForwardRequest(NamedTuple):
 class PreparedBackwardRequest(NamedTuple):
     """Runs the backward of a prepared forward, in the usual case. The gradients of the outputs are its tensors.
 
-    An empty reply, or None, says that all `wanted_tensors` have gradients, which are in their slots.
+    A reply without a body, or with CUDA IPC the reply None, says that all `wanted_tensors` have gradients, which are in
+    their slots.
     """
 
     call_id: int
@@ -337,7 +338,7 @@ class ForwardReply(PositionalMessage):
 
     output: Any = None
     device_rng_used: bool = False
-    """Whether random numbers were drawn on an accelerator."""
+    """Whether random numbers were drawn on an accelerator. The second field: see `send_output`."""
     structure_changed: bool = False
     attributes: list[tuple[int, str, Any, bool]] = field(default_factory=list)
     """Attributes that were set: the submodule's index, the name, the value, whether it is a buffer."""

@@ -564,8 +564,13 @@ def test_an_interruption_leaves_the_wrapper_usable(runs: list[str]) -> None:
             model(torch.full((6, 4), 10.0))
         assert torch.is_grad_enabled()
         assert runs == ["forward"]
+        engine: Any = model._instep_engine
+        client = engine.current_client(1)
+        abandoned = "call", client.last_request_id
+        assert abandoned in client.released  # the worker drops its graph
         for _ in range(3):
             check_step(model, plain, torch.zeros(6, 4))
+        assert abandoned not in client.released
 
 
 class Dying(Net):

@@ -45,6 +45,7 @@ from instep.engines.processes.messages import (
     DeviceRequest,
     ForwardRequest,
     ModuleRequest,
+    PreparedForwardRequest,
     TensorTableRequest,
 )
 from instep.engines.processes.serialization.exceptions import unpack_exception
@@ -447,7 +448,7 @@ class WorkerClient:
         self._last_ambient = ambient
         return tensors
 
-    def requeue_released(self, request: ForwardRequest) -> None:
+    def requeue_released(self, request: ForwardRequest | PreparedForwardRequest) -> None:
         """Release the same calls and modules again with the next forward: the worker may not have done it."""
         self.released.extend(
             [*(("call", n) for n in request.released[0]), *(("module", n) for n in request.released[1])]
@@ -518,6 +519,7 @@ class WorkerClient:
         """Ignore the reply to a request. The worker's collectives in it fail."""
         if self._pending.pop(pending.request_id, None) is not None:
             self._last_ambient = None  # the worker may not apply it
+            self.released.append(("call", pending.request_id))  # the graph of a forward
             with suppress(ConnectionClosed):
                 self.channel.send_flat(messages.COLLECTIVE_RESULT, pending.request_id, ABANDONED)
 

@@ -184,7 +184,7 @@ def can_prepare(call: ReplicaCall, index: int, client: WorkerClient | None) -> b
 
 
 class _Transfers:
-    """Context manager around a forward or backward whose tensors are sent through memory on the device."""
+    """Context manager around a forward or backward whose tensors are sent by CUDA IPC."""
 
     def __init__(self, engine: PreparedEngine, devices: Sequence[torch.device]) -> None:
         self._engine, self._streams, self._locks = engine, CallStreams(devices, in_caller=True), ExitStack()
@@ -193,11 +193,16 @@ class _Transfers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._locks.close()
-        self._streams.finish()
+        try:
+            self._locks.close()
+        finally:
+            self._streams.finish()
 
     def prepare(self, index: int, client: WorkerClient, pending: PendingReply) -> None:
-        """Prepare for a request. Until the end, other threads do not use the client: transfers have an order."""
+        """Prepare for a request.
+
+        Holds the client's lock until the context exits: a worker reads tensors in the order in which they are written.
+        """
         self._locks.enter_context(client.lock)
         pending.holds_lock = True
         self._engine.prepare_device(index, client, self._streams, True)
@@ -256,7 +261,7 @@ class PreparedProcessRun:
         self._engine.raise_lost_results()
         python_seed = self._engine.begin_python_rng()
         try:
-            # On a device, no lock: see `ProcessesEngine.forward`.
+            # On a GPU the lock must not be held: see `ProcessesEngine.forward`.
             with self._engine.call_lock() if self._on_cpu else NO_CONTEXT, self._begin_transfers() as transfers:
                 run = partial(self._forward, rows, rng, python_seed, transfers)
                 return run_as_replica(run, len(rows), caller_restores=True, on_accelerator=not self._on_cpu)
@@ -265,7 +270,7 @@ class PreparedProcessRun:
             raise
 
     def _begin_transfers(self) -> AbstractContextManager[_Transfers | None]:
-        """Context manager: tensors are sent through memory on the device, if the replicas are on one."""
+        """Context manager: tensors are sent by CUDA IPC, if the replicas are on a GPU."""
         return NO_CONTEXT if self._on_cpu else _Transfers(self._engine, self._devices)
 
     def _forward(
@@ -331,6 +336,8 @@ class PreparedProcessRun:
                 forward.closed = error
             except BaseException:
                 client.abandon(pending)
+                if forward.request is not None:
+                    client.requeue_released(forward.request)
                 raise
         return forward
 
@@ -394,17 +401,15 @@ class PreparedProcessRun:
             local_tensors = worker.module_state.local_tensors
             fields, tensors = client.channel.decode(message, reply_rebuilder(forward.arguments, local_tensors))
         except (ConnectionClosed, IpcError) as error:
-            if isinstance(error, IpcError):
-                client.disable_ipc(str(error))
-            else:
-                self._engine.replace_dead(worker.index, client.worker, error)
-            self.is_valid = False
+            self._replace(worker, error, forward.request)
             remote = self._engine.remote_call(replace(self._template, arguments=rows, rng=rng), python_seed)
             return self._engine.forward_again(remote, worker.index)
         except ReplyTimeout as error:
             self._engine.kill_stuck(worker.index)
             return ReplicaResult(error=error)
         except Exception as error:
+            if forward.request is not None:
+                client.requeue_released(forward.request)
             return ReplicaResult(error=error)
         finally:
             flush_output()
@@ -421,6 +426,18 @@ class PreparedProcessRun:
             forward.replayable.output_versions = {index: tensors[index]._version for index in indices.values()}
             result.remote = RemoteEffects(graph=forward.replayable)
         return result
+
+    def _replace(
+        self, worker: _PreparedWorker, error: ConnectionClosed | IpcError, request: PreparedForwardRequest | None = None
+    ) -> None:
+        """Replace a worker that has died, or send it tensors through host memory if it cannot open that of the GPU."""
+        self.is_valid = False
+        if isinstance(error, ConnectionClosed):
+            self._engine.replace_dead(worker.index, worker.client.worker, error)
+            return
+        worker.client.disable_ipc(str(error))
+        if request is not None:
+            worker.client.requeue_released(request)
 
     def _apply_reply(
         self,
@@ -465,7 +482,7 @@ class PreparedProcessRun:
             return self._reduce(columns)
         if not all_present(first) or {gradient.layout for gradient in first if gradient is not None} != _STRIDED:
             return self._reduce(columns)
-        if not self._on_cpu:  # memory of the device is scarcer
+        if not self._on_cpu:  # reuse the memory of replica 0's gradients: that of a GPU is scarce
             return sum_gradients(columns, reusable_gradients(first))
         sums: Any = torch._foreach_add(first, others[0])  # type: ignore[arg-type]
         for column in others[1:]:
@@ -514,8 +531,8 @@ class PreparedProcessRun:
                     if isinstance(pending, ConnectionClosed):
                         raise pending
                     columns.append(self._receive_backward(worker, pending, graph.rng, failed=bool(errors)))
-                except ConnectionClosed as error:
-                    self._engine.replace_dead(worker.index, worker.client.worker, error)
+                except (ConnectionClosed, IpcError) as error:
+                    self._replace(worker, error)
                     with self._engine.running_backward():
                         self._engine.backward_again(graph, worker.index, gradients[worker.index], retain_graph)
                     columns.append(replica.collect_gradients())
@@ -557,7 +574,7 @@ class PreparedProcessRun:
         autocast = AutocastState.capture()
         indices = [call.output_indices[id(output)] for output in outputs]
         seed, anomaly = rng.caller.cpu.base_seed, anomaly_mode()
-        # On the CPU, large gradients are otherwise sent while backward runs.
+        # A CPU backward that accumulates sends large gradients while it runs, which needs the general request.
         is_usual = (self._captures or not self._on_cpu) and not (
             written_arguments or written_tensors or autocast.enabled
         )

@@ -57,8 +57,10 @@ class RetainedCall:
         return context.info.count if isinstance(context, ReplicaContext) else 1
 
     def streams(self, seed: int) -> ReplicaRng:
-        """The random streams of the forward, which backward continues; with this seed if the forward drew nothing."""
+        """The random streams of the forward, which backward continues; with this seed if it drew nothing on the CPU."""
         if self.rng is not None:
+            if not self.rng.caller.cpu.streams_used:
+                self.rng.caller.cpu.set_base_seed(seed)
             return self.rng
         assert self.prepared is not None
         return self.prepared.rng.streams(seed)
@@ -92,7 +94,8 @@ class PreparedRng:
         streams = self.streams(request.seed, request.device_seed)
         # for code that uses the default generator directly
         torch.default_generator.manual_seed(stream_seed(request.seed, self._index))
-        streams.caller.cpu.set_initial_state(torch.default_generator.get_state())
+        for source in (streams.caller.cpu, *streams.caller.accelerators.values()):
+            source.set_initial_state(source.generator.get_state())
         return streams
 
     def streams(self, seed: int, device_seed: int | None = None) -> ReplicaRng:

@@ -44,7 +44,7 @@ class WorkerCallRng:
         """Report which generators were used."""
         request, caller_rng = self._request, self._caller_rng
         reply.default_rng_used = not request.serialized and caller_rng.cpu.was_used()
-        self.rng.advance()
+        self.rng.report_use()
         reply.device_rng_used = caller_rng.device_streams_used
         reply.host_rng_used = caller_rng.cpu.streams_used or reply.default_rng_used
         if self._generator_pairs:

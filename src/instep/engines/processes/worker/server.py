@@ -579,8 +579,6 @@ class WorkerServer:
         graph.add_tokens(request.collective_tokens, outputs, grads)
         index = retained.index
         rng = retained.streams(request.seed)
-        if not rng.caller.cpu.streams_used:
-            rng.caller.cpu.set_base_seed(request.seed)
         group = self._group(call_id, request, index, retained.num_replicas)
         rng_context = backward_context(rng, module.device, index)
         check_no_stray_gradients(leaves)
@@ -608,7 +606,7 @@ class WorkerServer:
             retained.keep_streams(rng)
         if reducer is not None:
             reducer.start_rest()
-        rng.advance()
+        rng.report_use()
         if captured is not None and module.store_all(request.wanted_tensors, captured):
             reply = BackwardReply(request.wanted_tensors)
         else:
@@ -675,7 +673,7 @@ class WorkerServer:
         self._wait_unless_ordered(module.device)
         if reply is None and self._channel.cuda_ipc is None:
             self._channel.connection.send(messages.DONE, message.call_id)
-        else:  # on a device, with the number that the parent's stream waits for
+        else:  # with CUDA IPC, the reply has the number that the parent's stream waits for
             self._channel.send(messages.DONE, message.call_id, reply)
         if not fields.retain_graph:
             for number in fields.outputs:
