@@ -28,8 +28,6 @@ from tests.engines.processes.controller.test_prepared_run import (
 from torch import Tensor, nn
 
 import instep
-from instep.engines.processes.transport.cuda_ipc import IpcError
-from instep.runtime.process_role import inside_worker
 
 from .sharing import kill_worker
 
@@ -241,85 +239,6 @@ def test_settings_and_changes_of_the_caller(runs: list[str]) -> None:
             assert net.inner.weight.grad is None
             torch.testing.assert_close(net.inner.bias.grad, plain.inner.bias.grad)
         assert runs[-1] == "backward"
-
-
-class DrawsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        return x.clone()
-
-    @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient * torch.rand_like(gradient) * torch.rand(()).item()
-
-
-class Noisy(Net):
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(rate)
-
-    def finish(self, hidden: Tensor) -> Tensor:
-        return super().finish(DrawsInBackward.apply(self.drop(hidden)))  # type: ignore[no-untyped-call]
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_draws_in_backward(runs: list[str], rate: float) -> None:
-    """On the CPU and on the device, as by the general path: two forwards before two backwards, draws between them."""
-    results = []
-    for enabled in (True, False):
-        torch.manual_seed(0)
-        net, found = Noisy(rate), []
-        with wrap(net, probe=False) as model:
-            kill_worker(model, 1)  # the generators of a new one are always in the same state
-            model._instep_runner.prepared_calls.enabled = enabled
-            for _ in range(6):
-                losses = [model(torch.ones(6, 4, device="cuda")).sum() for _ in range(2)]
-                for loss in losses:
-                    net.zero_grad()
-                    loss.backward()
-                    found += [p.grad.clone() for p in net.parameters() if p.grad is not None]
-                    found += [torch.rand(1), torch.rand(1, device="cuda")]
-        results.append(found)
-        assert ("forward" in runs) is enabled
-        runs.clear()
-    assert all(map(torch.equal, *results))
-
-
-class CannotOpen(Net):
-    """Cannot open memory of the device once: in forward, or in backward."""
-
-    def __init__(self, mark: Path, in_backward: bool) -> None:
-        super().__init__()
-        self.mark, self.in_backward = mark, in_backward
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = super().forward(x)
-        if inside_worker() and not self.in_backward:
-            self.fail()
-        if output.requires_grad:
-            output.register_hook(lambda _: self.fail() if inside_worker() else None)
-        return output
-
-    def fail(self) -> None:
-        if self.mark.exists():
-            self.mark.unlink()
-            raise IpcError("the memory cannot be opened")
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_memory_that_a_worker_cannot_open(runs: list[str], tmp_path: Path, in_backward: bool) -> None:
-    net = CannotOpen(tmp_path / "mark", in_backward)
-    plain = copied(net)
-    with wrap(net, restarts=0) as model:
-        warm_up(model, plain, runs)
-        net.mark.touch()
-        check_step(model, plain, rows())
-        assert not net.mark.exists()
-        for _ in range(3):
-            check_step(model, plain, rows())
-        assert "host memory" in repr(model)
-        kill_worker(model, 1)  # other tests get one that uses IPC
-        assert runs == ["forward", "backward"]
 
 
 @pytest.mark.parametrize("index", [0, 1])

@@ -726,3 +726,42 @@ def test_too_many_deaths_while_a_group_is_created(monkeypatch: pytest.MonkeyPatc
         assert model(batch(0)).shape == (7, 3)
         assert not controller_group(model).process_group.abort_reason
     wait_for_threads("instep-group", 20)
+
+
+class SlowGroup:
+    """A process group that takes some seconds to queue a collective."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.began = threading.Event()
+        self.events: list[str] = []
+
+    def broadcast(self, *_: object) -> Any:
+        self.began.set()
+        time.sleep(self.seconds)
+        self.events.append("queued")
+        return nullcontext()
+
+
+@pytest.mark.parametrize(("seconds", "events"), [(0.3, ["queued", "aborted"]), (1.0, ["aborted", "queued"])])
+def test_an_abort_waits_while_another_thread_queues_a_collective(
+    seconds: float, events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not for long: the thread may be stuck there."""
+    monkeypatch.setattr(group, "_QUEUE_SECONDS", 0.6)
+    monkeypatch.setattr(group, "abort_group", lambda slow: slow.events.append("aborted"))
+    backend, slow = group._Backend(os.open(os.devnull, os.O_RDONLY)), SlowGroup(seconds)
+    backend.group = slow
+
+    def broadcast() -> None:
+        with suppress(AttributeError):  # there is no work to wait for
+            backend.broadcast(torch.zeros(1))
+
+    thread = threading.Thread(target=broadcast)
+    thread.start()
+    slow.began.wait()
+    backend.abort()
+    thread.join()
+    assert slow.events == events
+    backend.abort()
+    assert slow.events == [*events, "aborted"]

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import instep
+from instep.engines.processes.controller.client import WorkerClient
 from instep.engines.processes.controller.prepared import PreparedProcessRun
+from instep.engines.processes.transport.cuda_ipc import IpcError
 from instep.errors import BridgeError, InstepError, LostExchange, MergeError
 from instep.runtime.process_role import inside_worker
 
@@ -628,6 +630,35 @@ def test_a_worker_that_dies_is_replaced(runs: list[str], tmp_path: Path, in_back
         for _ in range(4):
             check_step(model, plain, torch.randn(6, 4))
         assert runs[-1] == "backward"
+
+
+class CannotOpen(Dying):
+    """Cannot open memory of the device once: in forward, or in backward."""
+
+    def end(self) -> None:
+        if self.mark.exists():
+            self.mark.unlink()
+            raise IpcError("the memory cannot be opened")
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_memory_that_a_worker_cannot_open(
+    runs: list[str], tmp_path: Path, in_backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward or backward of that replica runs again without it. Workers on the CPU do not open such memory."""
+    disabled: list[str] = []
+    monkeypatch.setattr(WorkerClient, "disable_ipc", lambda _, reason: disabled.append(reason))
+    net = CannotOpen(tmp_path / "mark", in_backward)
+    plain = Net()
+    plain.load_state_dict(net.state_dict())
+    with wrap(net, restarts=0) as model:
+        warm_up(model, plain, runs)
+        net.mark.touch()
+        check_step(model, plain, torch.randn(6, 4))
+        assert disabled == ["the memory cannot be opened"]
+        assert runs == ["forward", "backward"] if in_backward else runs[0] == "forward"
+        for _ in range(4):
+            check_step(model, plain, torch.randn(6, 4))
 
 
 def test_a_worker_that_died_between_forward_and_backward(runs: list[str]) -> None:

@@ -381,6 +381,7 @@ class PreparedProcessRun:
             worker.request.forward_request([*args, *kwargs.values()], forward.request),
             CollectiveLog(),
             forward.arguments,
+            is_prepared=True,
         )
 
     def _receive_forward(
@@ -583,7 +584,7 @@ class PreparedProcessRun:
             try:
                 if transfers is not None:
                     transfers.prepare(worker.index, client, pending)
-                if is_usual and call.is_first_run:
+                if is_usual and call.is_prepared and call.is_first_run:
                     client.channel.send_changed_globals(worker.module_state.module_globals)
                     inline, transfer = client.channel.write_tensors(grads)
                     fields = PreparedBackwardRequest(call.call_id, indices, seed, retain_graph, anomaly, transfer)

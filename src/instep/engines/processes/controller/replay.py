@@ -70,6 +70,8 @@ class ReplayableCall:
     """Collective tokens that each earlier backward has consumed."""
     arguments_changed: bool = False
     """Whether `forward` changed its arguments, so that it cannot be replayed."""
+    is_prepared: bool = False
+    """Whether the worker ran it as a prepared forward, so that it knows which gradients a backward returns."""
     received_gradients: Gradients | None = None
     """Gradients of the replica's parameters from the last backward, until they are collected."""
 

@@ -98,6 +98,8 @@ _GROUP_FACTORIES: dict[str, Callable[..., Any]] = {"nccl": make_nccl_group, "glo
 _POLL_SECONDS = 0.02
 _ABORT_SECONDS = 60
 """How long an abort waits for the last collective."""
+_QUEUE_SECONDS = 1.0
+"""How long an abort waits for a thread that is queueing a collective."""
 _TIMEOUT = timedelta(minutes=10)
 
 
@@ -162,7 +164,7 @@ class NcclGroup:
             if not self.abort_reason:
                 self._backend = backend
         if self.abort_reason and backend.group is not None:
-            _abort_backend(backend)
+            backend.abort()
         self._init_done.set()
 
     def _watch_abort(self) -> None:
@@ -261,7 +263,7 @@ class NcclGroup:
             os.eventfd_write(self._abort_fd, 1)
             backend, self._backend = self._backend, None
         if backend is not None:
-            _abort_backend(backend)
+            backend.abort()
 
     def wait_for_last_end(self, seconds: float = math.inf) -> None:
         """Wait in this thread until the last collective is complete, or the group is aborted."""
@@ -277,12 +279,16 @@ class _Backend:
     def __init__(self, store: int) -> None:
         self.group: Any = None
         self._store_fd = store
+        self._queueing = threading.Lock()
+        """Held while a collective is queued: an abort would free what that uses."""
         _live_backends.add(self)
 
     def broadcast(self, tensor: Tensor) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        self.group.broadcast([tensor], options).wait()
+        with self._queueing:
+            work = self.group.broadcast([tensor], options)
+        work.wait()
 
     def reduce(self, tensor: Tensor) -> None:
         self.start_reduce(tensor)()
@@ -290,7 +296,19 @@ class _Backend:
     def start_reduce(self, tensor: Tensor) -> Callable[[], None]:
         options = dist.ReduceOptions()
         options.rootRank = options.rootTensor = 0
-        return _Started(self, self.group.reduce([tensor], options)).wait
+        with self._queueing:
+            work = self.group.reduce([tensor], options)
+        return _Started(self, work).wait
+
+    def abort(self) -> None:
+        """Abort the running collectives. One that is stuck while it is queued, because a member is lost, ends too."""
+        is_idle = self._queueing.acquire(timeout=_QUEUE_SECONDS)
+        try:
+            with suppress(RuntimeError):  # it has already failed
+                abort_group(self.group)
+        finally:
+            if is_idle:
+                self._queueing.release()
 
     def __del__(self) -> None:
         self.group = None
@@ -310,11 +328,6 @@ class _Started:
 
     def __del__(self) -> None:
         self._work = None  # before the backend, which closes the store's descriptor
-
-
-def _abort_backend(backend: _Backend) -> None:
-    with suppress(RuntimeError):  # it has already failed
-        abort_group(backend.group)
 
 
 _live_backends: weakref.WeakSet[_Backend] = weakref.WeakSet()
