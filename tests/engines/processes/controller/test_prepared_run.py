@@ -12,6 +12,7 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -591,7 +592,7 @@ class Dying(Net):
         return output
 
     def end(self) -> None:
-        if self.mark.exists():
+        with suppress(FileNotFoundError):  # another worker may have ended
             self.mark.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
 
