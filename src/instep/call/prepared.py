@@ -60,7 +60,7 @@ class PreparedCall:
         self.run: PreparedRun | None = None
         """Runs such calls in fewer steps, if the engine can."""
         self.ambient_guard: AmbientGuard
-        """The state of the thread in the call that `run` was made for."""
+        """Tells whether this thread is in the ambient state of the call that `run` was made for."""
         self.ambient: AmbientState | None = None
         """The ambient state of that call."""
         self.other_states = 0

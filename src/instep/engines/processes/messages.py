@@ -232,7 +232,6 @@ class PrepareRequest:
     wanted_tensors: list[int]
     """Module tensors whose gradients are needed, by index."""
     ambient: EncodedAmbientState
-
     captures: bool
     """Whether backward captures gradients instead of accumulating them, unless forward may have used checkpoints."""
 

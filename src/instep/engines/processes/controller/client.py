@@ -519,7 +519,7 @@ class WorkerClient:
         """Ignore the reply to a request. The worker's collectives in it fail."""
         if self._pending.pop(pending.request_id, None) is not None:
             self._last_ambient = None  # the worker may not apply it
-            self.released.append(("call", pending.request_id))  # the graph of a forward
+            self.released.append(("call", pending.request_id))  # the worker drops the graph, if it was a forward
             with suppress(ConnectionClosed):
                 self.channel.send_flat(messages.COLLECTIVE_RESULT, pending.request_id, ABANDONED)
 

@@ -205,7 +205,7 @@ class _Transfers:
         """
         self._locks.enter_context(client.lock)
         pending.holds_lock = True
-        self._engine.prepare_device(index, client, self._streams, True)
+        self._engine.prepare_device(index, client, self._streams, may_use_ipc=True)
 
 
 class _SentForward:
@@ -214,6 +214,7 @@ class _SentForward:
     def __init__(self, worker: _PreparedWorker, pending: PendingReply, arguments: list[Tensor]) -> None:
         self.worker, self.pending, self.arguments = worker, pending, arguments
         self.request: PreparedForwardRequest | None = None
+        """None if nothing was sent."""
         self.closed: ConnectionClosed | None = None
         """Why the request could not be sent."""
         self.replayable: ReplayableCall | None = None
@@ -402,7 +403,7 @@ class PreparedProcessRun:
             local_tensors = worker.module_state.local_tensors
             fields, tensors = client.channel.decode(message, reply_rebuilder(forward.arguments, local_tensors))
         except (ConnectionClosed, IpcError) as error:
-            self._replace(worker, error, forward.request)
+            self._recover(worker, error, forward.request)
             remote = self._engine.remote_call(replace(self._template, arguments=rows, rng=rng), python_seed)
             return self._engine.forward_again(remote, worker.index)
         except ReplyTimeout as error:
@@ -428,7 +429,7 @@ class PreparedProcessRun:
             result.remote = RemoteEffects(graph=forward.replayable)
         return result
 
-    def _replace(
+    def _recover(
         self, worker: _PreparedWorker, error: ConnectionClosed | IpcError, request: PreparedForwardRequest | None = None
     ) -> None:
         """Replace a worker that has died, or send it tensors through host memory if it cannot open that of the GPU."""
@@ -533,7 +534,7 @@ class PreparedProcessRun:
                         raise pending
                     columns.append(self._receive_backward(worker, pending, graph.rng, failed=bool(errors)))
                 except (ConnectionClosed, IpcError) as error:
-                    self._replace(worker, error)
+                    self._recover(worker, error)
                     with self._engine.running_backward():
                         self._engine.backward_again(graph, worker.index, gradients[worker.index], retain_graph)
                     columns.append(replica.collect_gradients())

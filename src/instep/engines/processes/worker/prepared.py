@@ -99,7 +99,10 @@ class PreparedRng:
         return streams
 
     def streams(self, seed: int, device_seed: int | None = None) -> ReplicaRng:
-        """Streams with these seeds that nothing was drawn from. Backwards do not use that of the device."""
+        """Streams with these seeds that nothing was drawn from.
+
+        A backward passes no `device_seed`: it does not draw from the stream of the device.
+        """
         is_same = seed == self._seed and device_seed in (None, self._device_seed)
         if not is_same or not self._streams.is_untouched:
             caller = CallerRng(self._devices, out_of_process=True)
