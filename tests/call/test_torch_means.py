@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import instep
+from instep.call.torch_losses import divisor_of
 from instep.probe import probe as probe_module
 
 ENGINES = ["serial", "threads", "processes"]
@@ -206,3 +207,18 @@ def test_a_compiled_criterion(engine: str) -> None:
     with instep.DataParallel(instep.with_loss(copy.deepcopy(plain), compiled), ["cpu"] * 2, engine=engine) as model:
         for step in range(4):
             assert_same_step(model, plain, Criterion(), *batch(step))
+
+
+@pytest.mark.parametrize("length", [6, 256, 257, 1000])
+def test_counted_targets(length: int) -> None:
+    """Targets are counted in Python or by torch, depending on their length."""
+    target = torch.arange(length) % 4 - 1
+    divisor = divisor_of(nn.CrossEntropyLoss(ignore_index=-1), torch.zeros(length, 3), target)
+    assert isinstance(divisor, int) == (length <= 256)
+    assert int(divisor) == int((target >= 0).sum())
+
+
+def test_targets_under_vmap_are_counted_by_torch() -> None:
+    criterion, targets = nn.CrossEntropyLoss(ignore_index=1), torch.tensor([[0, 1, 2], [1, 1, 2]])
+    count = torch.func.vmap(lambda target: divisor_of(criterion, torch.zeros(3, 3), target))
+    assert count(targets).tolist() == [2, 1]

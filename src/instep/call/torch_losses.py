@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from instep.runtime.torch_private import has_thread_local_transform
+
 _FUNCTIONAL_CRITERIA: dict[Any, Any] = {
     functional.cross_entropy: nn.CrossEntropyLoss,
     functional.nll_loss: nn.NLLLoss,
@@ -38,6 +40,8 @@ _BY_ELEMENT = (
 )
 _BY_SAMPLE = (nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss)
 _LOSSES: tuple[Any, ...] = (*_BY_CLASS, *_BY_ELEMENT, *_BY_SAMPLE)
+_MAX_COUNTED = 256
+"""The length of a target on the CPU up to which its values are counted in Python."""
 
 
 def torch_loss(criterion: Any) -> Any:
@@ -78,10 +82,18 @@ def divisor_of(criterion: Any, output: Tensor, target: Tensor) -> Any:
         return torch.broadcast_shapes(output.shape, target.shape).numel()
     if target.is_floating_point():  # class probabilities
         return output.numel() // output.shape[1 if output.ndim > 1 else 0]
+    if criterion.weight is None and _is_short_list(target):
+        return len(target) - target.tolist().count(criterion.ignore_index)
     counted = target != criterion.ignore_index
     if criterion.weight is None:
         return counted.sum()
     return (criterion.weight[target.where(counted, 0)] * counted).sum()
+
+
+def _is_short_list(target: Tensor) -> bool:
+    """Whether Python can read the values of a target, and counts them faster than two operators of torch do."""
+    is_short = type(target) is Tensor and target.is_cpu and target.ndim == 1 and len(target) <= _MAX_COUNTED
+    return is_short and not (torch.compiler.is_compiling() or has_thread_local_transform())
 
 
 class MeanRecorder(TorchFunctionMode):

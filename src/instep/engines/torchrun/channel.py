@@ -39,7 +39,7 @@ _ALIGNMENT = 64
 _MAX_LABEL = 300
 _DTYPE_NAMES = {dtype: name for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 """Names pickle faster than dtypes."""
-_NUMBER_FORMATS = {torch.float32: "<d", torch.float64: "<d", torch.int64: "<q"}
+_NUMBER_FORMATS = {torch.float32: "=f", torch.float64: "=d", torch.int64: "=q"}
 """How inline tensors that are a number are written, by dtype. A signalling NaN arrives as a quiet one."""
 _LENGTHS = struct.Struct("<II")
 """The lengths of the two parts of a frame: the pickled head and the inline tensors."""
@@ -382,8 +382,7 @@ class _InlineReader:
         numel, start = math.prod(shape), self._at
         self._at += _aligned(numel * dtype.itemsize)
         if not shape and dtype in _NUMBER_FORMATS:
-            (number,) = struct.unpack_from(_NUMBER_FORMATS[dtype], self._content, start)
-            return torch.scalar_tensor(number, dtype=dtype, device="cpu")
+            return torch.from_numpy(np.ndarray((), _NUMBER_FORMATS[dtype], self._content, start))
         if not numel:
             return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(self._content, dtype=dtype, count=numel, offset=start).view(shape)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from instep.engines.base import ReplicaCall
+from instep.engines.plain_values import decode_plain, encode_plain
 from instep.errors import CannotCross
 from instep.replicas.diff import MISSING, STRUCTURE_CHANGED, AttributeChange, Changes, ContainerChange
 from instep.replicas.object_graph import is_unchanged, read_contents, write_contents
@@ -27,6 +28,9 @@ from instep.structure.shapes import is_plain_tensor
 from instep.structure.tree import tensors_in
 
 _MODULE, _TENSOR, _DEVICE = "module", "tensor", "device"
+
+EncodedValue = bytes | tuple[Any, list[bool]]
+"""A pickle; or a plain value (see `plain_values`), with the `requires_grad` of its tensors."""
 
 
 class _Pickler(pickle.Pickler):
@@ -68,8 +72,7 @@ class _Unpickler(pickle.Unpickler):
             return _module_tensors(self._replica)[key[1]]
         _, index, requires_grad = key
         if index not in self._built:
-            tensor = self._tensors[index].data  # tensors of one message share memory, and would share a version counter
-            self._built[index] = tensor.requires_grad_(requires_grad)
+            self._built[index] = _received(self._tensors[index], requires_grad)
         return self._built[index]
 
 
@@ -139,7 +142,7 @@ def encode_result(
     *,
     with_output: bool = True,
     with_counters: bool = True,
-) -> tuple[bytes, list[Tensor]]:
+) -> tuple[EncodedValue, list[Tensor]]:
     """Encode the result of this rank's forward. Only idle ranks need counters: the others count themselves."""
     replica = call.replicas[index]
     values: dict[str, Any] = {"output": result.output if with_output else None}  # fields of `RankResult`
@@ -201,11 +204,15 @@ def _rng_use(call: ReplicaCall, index: int) -> dict[str, Any]:
 
 def encode_value(
     value: Any, device: torch.device, replica: Replica | None = None, what: str = "an argument of the call"
-) -> tuple[bytes, list[Tensor]]:
-    """Pickle a value without its dense tensors, which are returned apart. Those of the replica's module are not sent.
+) -> tuple[EncodedValue, list[Tensor]]:
+    """Encode a value without its dense tensors, which are returned apart. Those of the replica's module are not sent.
 
     `what` names the value in an error.
     """
+    plain = encode_plain(value)
+    if plain is not None and all(_is_sent(tensor, device, replica) for tensor in plain[1]):
+        content, tensors = plain
+        return (content, [tensor.requires_grad for tensor in tensors]), tensors
     file = io.BytesIO()
     pickler = _Pickler(file, device, replica)
     try:
@@ -218,9 +225,25 @@ def encode_value(
     return file.getvalue(), pickler.tensors
 
 
-def decode_value(data: bytes, tensors: Sequence[Tensor], device: torch.device) -> Any:
+def _is_sent(tensor: Tensor, device: torch.device, replica: Replica | None) -> bool:
+    """Whether a plain tensor is sent as its data: it is on the CPU or this device, and no tensor of the module."""
+    is_own = replica is not None and id(tensor) in replica.tensors.sources
+    return not is_own and (tensor.is_cpu or tensor.device.type == device.type)
+
+
+def decode_value(
+    encoded: EncodedValue, tensors: Sequence[Tensor], device: torch.device, replica: Replica | None = None
+) -> Any:
     """The value that another rank has encoded."""
-    return _Unpickler(data, tensors, device).load()
+    if isinstance(encoded, bytes):
+        return _Unpickler(encoded, tensors, device, replica).load()
+    content, requires_grad = encoded
+    return decode_plain(content, list(map(_received, tensors, requires_grad)))
+
+
+def _received(tensor: Tensor, requires_grad: bool) -> Tensor:
+    """A tensor of a message. Tensors of one message share memory, and would share a version counter."""
+    return tensor.data.requires_grad_(requires_grad)
 
 
 def _module_tensors(replica: Replica) -> list[Tensor]:
@@ -228,10 +251,10 @@ def _module_tensors(replica: Replica) -> list[Tensor]:
     return [copy for _, copy in (*replica.trainable, *replica.tensors.state)]
 
 
-def decode_result(call: ReplicaCall, index: int, data: bytes, tensors: Sequence[Tensor]) -> RankResult:
+def decode_result(call: ReplicaCall, index: int, encoded: EncodedValue, tensors: Sequence[Tensor]) -> RankResult:
     """Decode the result of another rank's forward."""
     replica = call.replicas[index]
-    return RankResult(**_Unpickler(data, tensors, replica.device, replica).load())
+    return RankResult(**decode_value(encoded, tensors, replica.device, replica))
 
 
 def apply_result(call: ReplicaCall, index: int, encoded: RankResult, *, idle: bool = False) -> ReplicaResult:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from instep.engines.plain_values import dump_plain, load_plain
 from instep.engines.processes.transport import cuda_ipc
-from instep.engines.processes.transport.channel import dump_plain, load_plain
 from instep.engines.processes.transport.connection import ConnectionClosed
 from instep.engines.processes.transport.copy_streams import DeviceReceiver
 from instep.engines.processes.transport.cuda_ipc import FLAG_COUNT, CudaIpcChannel, IpcTransfer

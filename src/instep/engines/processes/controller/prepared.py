@@ -30,6 +30,7 @@ from instep.engines.base import (
     run_prepared_forward,
 )
 from instep.engines.concurrent import backward_in_group
+from instep.engines.plain_values import dump_plain, encode_plain
 from instep.engines.processes import messages
 from instep.engines.processes.controller.client import WorkerClient
 from instep.engines.processes.controller.forward import RemoteCall, ReplicaForward
@@ -54,7 +55,7 @@ from instep.engines.processes.messages import (
     PrepareRequest,
 )
 from instep.engines.processes.serialization.registry import sendable_context
-from instep.engines.processes.transport.channel import dump_plain, encode_plain, reply_rebuilder
+from instep.engines.processes.transport.channel import reply_rebuilder
 from instep.engines.processes.transport.connection import ConnectionClosed
 from instep.engines.processes.transport.copy_streams import CallStreams
 from instep.engines.processes.transport.cuda_driver import DeviceMemory

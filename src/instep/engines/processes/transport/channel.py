@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import marshal
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from instep.engines.plain_values import (
+    decode_plain,
+    dump_plain,
+    encode_plain,
+    encode_plain_fields,
+    is_data_only,
+    is_trivial,
+    load_plain,
+)
 from instep.engines.processes.messages import GLOBALS, PositionalMessage
 from instep.engines.processes.serialization.module_globals import ModuleGlobals
-from instep.engines.processes.serialization.reducers import has_strided_data
 from instep.engines.processes.serialization.registry import CodeRegistry, PickledValue
 from instep.engines.processes.transport.connection import Connection, Message
 from instep.engines.processes.transport.cuda_ipc import CudaIpcChannel, IpcTransfer
@@ -88,7 +95,10 @@ class Channel:
         the value refers to are added to `module_globals`, and their values are sent before.
         """
         is_positional = isinstance(value, PositionalMessage)
-        plain = encode_plain_fields(value) if is_positional else encode_plain(value)
+        if is_positional:  # trailing fields may be omitted
+            plain = encode_plain_fields(zip(value.fields(), value.__dict__, strict=False), value.USER_FIELDS)
+        else:
+            plain = encode_plain(value)
         if plain is not None:
             encoded, tensors = plain
             tags, inline, transfer = self._prepare_tensors(tensors, get_tag)
@@ -141,7 +151,7 @@ class Channel:
     def send_flat(self, kind: str, call_id: int, flat: FlatValue) -> None:
         """Send a value whose tensors are already separated. Skips the search for tensors where possible."""
         on_host = self.cuda_ipc is None or all(tensor.device.type == "cpu" for tensor in flat.tensors)
-        if on_host and all(map(_is_trivial, flat.untyped)) and all(map(_is_plain_tensor, flat.tensors)):
+        if on_host and all(map(is_trivial, flat.untyped)) and all(map(is_data_only, flat.tensors)):
             self.connection.send(kind, call_id, dump_plain((None, flat.value)), flat.tensors)
         else:
             self.send(kind, call_id, (flat.value, flat.tensors))
@@ -176,107 +186,3 @@ class Channel:
         if self.cuda_ipc is None or transfer is None:
             return message.tensors
         return self.cuda_ipc.read(message.tensors, IpcTransfer.from_tuple(transfer), self.connection.receiver)
-
-
-# Plain values are sent without pickling: scalars, plain tensors, and lists, tuples and dictionaries of them. They are
-# encoded with `marshal`; each tensor is replaced by its index, as a complex number, a type that plain values lack.
-
-_SCALARS = frozenset({type(None), bool, int, float, str})
-_MAX_DEPTH, _MAX_LENGTH, _MAX_OBJECTS = 16, 64, 64
-"""Maximum nesting, entries of one container, and number of containers and tensors. Beyond them, pickling is faster."""
-
-
-class _NotPlain(Exception):
-    """A value has to be pickled."""
-
-
-def encode_plain(value: Any) -> tuple[Any, list[Tensor]] | None:
-    """A plain value with its tensors replaced by their indices, and the tensors; None if it is not plain."""
-    tensors: list[Tensor] = []
-    try:
-        return _encode(value, tensors, {}, 0), tensors
-    except _NotPlain:
-        return None
-
-
-def encode_plain_fields(message: PositionalMessage) -> tuple[Any, list[Tensor]] | None:
-    """Like `encode_plain`, for the fields of a message. Only its `USER_FIELDS` are searched."""
-    tensors: list[Tensor] = []
-    seen: dict[int, Any] = {}
-    user_fields = message.USER_FIELDS
-    named_fields = zip(message.fields(), message.__dict__, strict=False)  # trailing fields may be omitted
-    try:
-        fields = [_encode(value, tensors, seen, 1) if name in user_fields else value for value, name in named_fields]
-        return tuple(fields), tensors
-    except _NotPlain:
-        return None
-
-
-def _encode(value: Any, tensors: list[Tensor], seen: dict[int, Any], depth: int) -> Any:
-    kind = type(value)
-    if kind in _SCALARS:
-        return value
-    if kind is Tensor:
-        index = seen.get(id(value))
-        if index is None:
-            if not _is_plain_tensor(value):
-                raise _NotPlain
-            index = seen[id(value)] = complex(len(tensors))
-            tensors.append(value)
-        return index
-    if kind is tuple:
-        if not value:
-            return value
-        seen.setdefault(id(value))
-    elif (kind is not list and kind is not dict) or id(value) in seen:  # marshal would make copies of a shared list
-        raise _NotPlain
-    else:
-        seen[id(value)] = None
-        if not value:
-            return kind()
-    if len(value) > _MAX_LENGTH or len(seen) > _MAX_OBJECTS or depth > _MAX_DEPTH:
-        raise _NotPlain
-    below = depth + 1
-    if kind is dict:
-        if not all(type(key) in _SCALARS for key in value):
-            raise _NotPlain
-        return {
-            key: item if type(item) in _SCALARS else _encode(item, tensors, seen, below) for key, item in value.items()
-        }
-    items = [item if type(item) in _SCALARS else _encode(item, tensors, seen, below) for item in value]
-    return items if kind is list else tuple(items)
-
-
-def _is_plain_tensor(tensor: Tensor) -> bool:
-    """Whether a tensor is sent as its data alone: it is of torch's own class, strided and without attributes."""
-    return type(tensor) is Tensor and not tensor.__dict__ and has_strided_data(tensor)
-
-
-def _is_trivial(value: Any) -> bool:
-    """Whether a value holds no other values."""
-    return type(value) in _SCALARS or (not value and type(value) in (tuple, list, dict))
-
-
-def decode_plain(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """Inverse of `encode_plain`. Lists and dictionaries are filled in place."""
-    kind = type(value)
-    if kind in _SCALARS:
-        return value
-    if kind is complex:
-        return tensors[int(value.real)]
-    if kind is tuple:
-        return tuple([item if type(item) in _SCALARS else decode_plain(item, tensors) for item in value])
-    for key, item in value.items() if kind is dict else enumerate(value):
-        if type(item) not in _SCALARS:
-            value[key] = decode_plain(item, tensors)
-    return value
-
-
-def dump_plain(value: Any) -> bytes:
-    """Encode as bytes that begin differently from a pickle."""
-    return b"\0" + marshal.dumps(value)
-
-
-def load_plain(body: bytes) -> Any | None:
-    """Inverse of `dump_plain`; None for a pickle."""
-    return None if body[:1] != b"\0" else marshal.loads(memoryview(body)[1:])

@@ -17,8 +17,9 @@ from instep.autograd.bridge import Gradients, ReplicaGraph
 from instep.collectives.buckets import all_present
 from instep.collectives.group import Group, ReplicaContext, ReplicaInfo
 from instep.engines.base import RUN_PREPARED_FORWARD, run_prepared_forward
+from instep.engines.plain_values import dump_plain, encode_plain
 from instep.engines.processes.messages import DONE, ForwardReply, PreparedForwardRequest, PrepareRequest
-from instep.engines.processes.transport.channel import Channel, dump_plain, encode_plain, tag_by_value
+from instep.engines.processes.transport.channel import Channel, tag_by_value
 from instep.engines.processes.worker.module import WorkerModule
 from instep.engines.processes.worker.rng import seed_python_rng
 from instep.replicas.replica import Replica, ReplicaResult

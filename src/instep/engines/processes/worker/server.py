@@ -17,6 +17,7 @@ from instep.collectives.group import ReplicaContext
 from instep.devices import move_to_device
 from instep.engines.base import ReplicaCall, run_forward
 from instep.engines.concurrent import backward_in_group
+from instep.engines.plain_values import decode_plain, load_plain
 from instep.engines.processes import messages
 from instep.engines.processes.lifecycle.launch import apply_script_environment
 from instep.engines.processes.messages import (
@@ -35,8 +36,6 @@ from instep.engines.processes.transport.channel import (
     SOURCE,
     Channel,
     TensorTag,
-    decode_plain,
-    load_plain,
     rebuild_by_value,
     tag_by_value,
 )

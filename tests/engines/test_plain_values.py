@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import instep
-from instep.engines.processes.transport.channel import decode_plain, dump_plain, encode_plain, load_plain
+from instep.engines.plain_values import decode_plain, dump_plain, encode_plain, load_plain
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 VALUES = st.recursive(
