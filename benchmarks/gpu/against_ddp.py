@@ -6,7 +6,9 @@ send nothing. What MPS does not show: the links between GPUs, and memories of th
 
 Rank 0 of DDP also runs instep, alternating with DDP. Steps are in bfloat16 autocast, with SGD; inference is forward
 alone, without gradients. The table shows medians over all rounds, in milliseconds, after a warm-up, and the time of the
-first step. DEVICE=cpu tries the script without a GPU.
+first step. The times of DDP and of the bare module are those of rank 0. With free communication ranks do not wait for
+each other, as those of DDP do in every step, so the table also shows the slowest rank of each round, and the ratio to
+it. DEVICE=cpu tries the script without a GPU.
 """
 
 from __future__ import annotations
@@ -143,6 +145,8 @@ class Side:
         self.batches = itertools.cycle(batches)
         self.optimizer = torch.optim.SGD(model.parameters(), 1e-4)
         self.times: list[float] = []
+        self.slowest_times: list[float] = []
+        """Of the slowest rank, if all ranks ran this side."""
 
     def run(self, steps: int) -> None:
         """Run steps. The first one, after another side or in another mode, is not timed, unless it is the only one."""
@@ -268,6 +272,10 @@ def compare(rank: int, case: Case, replicas: int, rounds: int, steps: int) -> di
             for side in own.values():
                 side.run(count)
             dist.barrier()
+    rows: list[Any] = [None] * replicas
+    dist.all_gather_object(rows, [side.times for side in shared.values()])
+    for side, times in zip(shared.values(), zip(*rows, strict=True), strict=True):
+        side.slowest_times = list(map(max, *times))
     return {**shared, **own}
 
 
@@ -292,10 +300,16 @@ def report(title: str, sides: dict[str, Side]) -> None:
     """Print the times of all sides, inference relative to the bare module's."""
     print(title)
     medians = {label: statistics.median(side.times[3:]) for label, side in sides.items()}
+    slowest = {label: statistics.median(side.slowest_times[3:]) for label, side in sides.items() if side.slowest_times}
     for label, side in sides.items():
         base = "DDP" if side.training else "bare, inference"
         ratio = f"{medians[label] / medians[base]:8.2f} x {base}"
-        print(f"  {label:32}{medians[label]:9.1f} ms{ratio:32}first step {side.times[0] / 1e3:6.1f} s", flush=True)
+        if label in slowest:
+            other = f"slowest rank {slowest[label]:.1f} ms"
+        else:
+            other = f"{medians[label] / slowest[base]:.2f} x its slowest rank"
+        first = f"first step {side.times[0] / 1e3:.1f} s"
+        print(f"  {label:32}{medians[label]:9.1f} ms{ratio:28}{other:28}{first}", flush=True)
 
 
 @contextmanager
