@@ -8,7 +8,7 @@ Rank 0 of DDP also runs instep, alternating with DDP. Steps are in bfloat16 auto
 alone, without gradients. The table shows medians over all rounds, in milliseconds, after a warm-up, and the time of the
 first step. The times of DDP and of the bare module are those of rank 0. With free communication ranks do not wait for
 each other, as those of DDP do in every step, so the table also shows the slowest rank of each round, and the ratio to
-it. DEVICE=cpu tries the script without a GPU.
+it: a lower bound of what steps would take in which ranks wait. DEVICE=cpu tries the script without a GPU.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ def compare(rank: int, case: Case, replicas: int, rounds: int, steps: int) -> di
     rows: list[Any] = [None] * replicas
     dist.all_gather_object(rows, [side.times for side in shared.values()])
     for side, times in zip(shared.values(), zip(*rows, strict=True), strict=True):
-        side.slowest_times = list(map(max, *times))
+        side.slowest_times = [max(of_ranks) for of_ranks in zip(*times, strict=True)]
     return {**shared, **own}
 
 

@@ -218,6 +218,13 @@ def test_counted_targets(length: int) -> None:
     assert int(divisor) == int((target >= 0).sum())
 
 
+@pytest.mark.parametrize("shape", [(6,), (300,), (3, 2)])
+def test_classes_in_uint8(shape: tuple[int, ...]) -> None:
+    """Class 156 is not -100, the default of `ignore_index`, although it is in the arithmetic of uint8."""
+    target = torch.full(shape, 156, dtype=torch.uint8)
+    assert int(divisor_of(nn.CrossEntropyLoss(), torch.zeros(*shape[:1], 200, *shape[1:]), target)) == target.numel()
+
+
 def test_targets_under_vmap_are_counted_by_torch() -> None:
     criterion, targets = nn.CrossEntropyLoss(ignore_index=1), torch.tensor([[0, 1, 2], [1, 1, 2]])
     count = torch.func.vmap(lambda target: divisor_of(criterion, torch.zeros(3, 3), target))

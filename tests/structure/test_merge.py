@@ -114,6 +114,7 @@ def test_an_equal_scalar_is_a_constant() -> None:
 def test_equal_integers_prove_nothing() -> None:
     assert "a constant or a count, which is equal here (2, 2)" in refused([torch.tensor(2), torch.tensor(2)])
     assert "a constant or the number of samples (3, 2)" in refused([3, 2])
+    assert "a constant or the number of samples (2, 2)" in refused([2, 2], [2, 2])
     assert merge([7, 7], SIZES) == 7
     assert merge([torch.tensor(2), torch.tensor(2)], SIZES, merge="sum") == 4
     assert "hold the size of a shard" in refused([torch.Size([3, 4]), torch.Size([2, 4])])

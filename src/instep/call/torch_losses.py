@@ -41,7 +41,7 @@ _BY_ELEMENT = (
 _BY_SAMPLE = (nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss)
 _LOSSES: tuple[Any, ...] = (*_BY_CLASS, *_BY_ELEMENT, *_BY_SAMPLE)
 _MAX_COUNTED = 256
-"""The length of a target on the CPU up to which its values are counted in Python."""
+"""The length of a one-dimensional target on the CPU up to which its values are counted in Python."""
 
 
 def torch_loss(criterion: Any) -> Any:
@@ -82,18 +82,19 @@ def divisor_of(criterion: Any, output: Tensor, target: Tensor) -> Any:
         return torch.broadcast_shapes(output.shape, target.shape).numel()
     if target.is_floating_point():  # class probabilities
         return output.numel() // output.shape[1 if output.ndim > 1 else 0]
-    if criterion.weight is None and _is_short_list(target):
+    if criterion.weight is None and _can_count_in_python(target):
         return len(target) - target.tolist().count(criterion.ignore_index)
-    counted = target != criterion.ignore_index
+    counted = target.long() != criterion.ignore_index  # in uint8, -100 would be class 156
     if criterion.weight is None:
         return counted.sum()
     return (criterion.weight[target.where(counted, 0)] * counted).sum()
 
 
-def _is_short_list(target: Tensor) -> bool:
-    """Whether Python can read the values of a target, and counts them faster than two operators of torch do."""
-    is_short = type(target) is Tensor and target.is_cpu and target.ndim == 1 and len(target) <= _MAX_COUNTED
-    return is_short and not (torch.compiler.is_compiling() or has_thread_local_transform())
+def _can_count_in_python(target: Tensor) -> bool:
+    """Whether Python counts a short target faster than torch does, and nothing traces or transforms this code."""
+    if torch.compiler.is_compiling() or type(target) is not Tensor or not target.is_cpu or target.ndim != 1:
+        return False
+    return len(target) <= _MAX_COUNTED and not has_thread_local_transform()
 
 
 class MeanRecorder(TorchFunctionMode):

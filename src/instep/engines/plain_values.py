@@ -34,7 +34,10 @@ def encode_plain(value: Any) -> tuple[Any, list[Tensor]] | None:
 def encode_plain_fields(
     fields: Iterable[tuple[Any, str]], searched: Collection[str]
 ) -> tuple[tuple[Any, ...], list[Tensor]] | None:
-    """Like `encode_plain`, for the fields of a message, with their names. Only some are `searched` for tensors."""
+    """Like `encode_plain`, for the fields of a message, with their names.
+
+    Only the fields in `searched` may hold tensors. The others must be values that `marshal` can write.
+    """
     tensors: list[Tensor] = []
     seen: dict[int, Any] = {}
     try:
@@ -81,8 +84,9 @@ def _encode(value: Any, tensors: list[Tensor], seen: dict[int, Any], depth: int)
 
 def is_data_only(tensor: Tensor) -> bool:
     """Whether a tensor is sent as its data alone: it is of torch's own class, strided and without attributes."""
-    has_data = is_dense(tensor) and not (tensor.is_quantized or tensor.is_meta)
-    return has_data and type(tensor) is Tensor and not tensor.__dict__
+    if type(tensor) is not Tensor or tensor.__dict__:
+        return False
+    return is_dense(tensor) and not (tensor.is_quantized or tensor.is_meta)
 
 
 def is_trivial(value: Any) -> bool:

@@ -261,7 +261,8 @@ class _MergePass:
         ):
             self._record(path, verdict.description)
             return verdict.merge(parts, context, path)
-        if first is parts[-1] and all(part is first for part in parts):
+        # Small integers are the same object wherever they are equal, such as the size of a shard.
+        if first is parts[-1] and type(first) is not int and all(part is first for part in parts):
             self._record(path, "the same on every replica")
             return first
         if isinstance(first, Tensor) and (len(types) == 1 or all(isinstance(part, Tensor) for part in parts)):

@@ -40,7 +40,10 @@ _MAX_LABEL = 300
 _DTYPE_NAMES = {dtype: name for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 """Names pickle faster than dtypes."""
 _NUMBER_FORMATS = {torch.float32: "=f", torch.float64: "=d", torch.int64: "=q"}
-"""How inline tensors that are a number are written, by dtype. A signalling NaN arrives as a quiet one."""
+"""How inline tensors that are a number are written, by dtype: formats of `struct`, which are NumPy dtypes too.
+
+A signalling NaN arrives as a quiet one.
+"""
 _LENGTHS = struct.Struct("<II")
 """The lengths of the two parts of a frame: the pickled head and the inline tensors."""
 

@@ -226,7 +226,7 @@ def encode_value(
 
 
 def _is_sent(tensor: Tensor, device: torch.device, replica: Replica | None) -> bool:
-    """Whether a plain tensor is sent as its data: it is on the CPU or this device, and no tensor of the module."""
+    """Whether a plain tensor is sent as its data: it is on the CPU or this device, and not one of the module's own."""
     is_own = replica is not None and id(tensor) in replica.tensors.sources
     return not is_own and (tensor.is_cpu or tensor.device.type == device.type)
 
@@ -242,7 +242,7 @@ def decode_value(
 
 
 def _received(tensor: Tensor, requires_grad: bool) -> Tensor:
-    """A tensor of a message. Tensors of one message share memory, and would share a version counter."""
+    """A tensor of a message. Those of one message share memory; with `.data` each has a version counter of its own."""
     return tensor.data.requires_grad_(requires_grad)
 
 
