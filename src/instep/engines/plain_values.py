@@ -1,4 +1,4 @@
-"""Plain values: scalars, plain tensors, and lists, tuples and dictionaries of them. They are sent without pickling.
+"""Plain values: scalars, plain tensors, and lists, tuples and dictionaries of them. They need no pickler.
 
 In an encoded value each tensor is replaced by its index, as a complex number, a type that plain values lack.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from instep.structure.shapes import is_dense
+from instep.structure.shapes import is_plain_tensor
 
 _SCALARS = frozenset({type(None), bool, int, float, str})
 _MAX_DEPTH, _MAX_LENGTH, _MAX_OBJECTS = 16, 64, 64
@@ -84,9 +84,7 @@ def _encode(value: Any, tensors: list[Tensor], seen: dict[int, Any], depth: int)
 
 def is_data_only(tensor: Tensor) -> bool:
     """Whether a tensor is sent as its data alone: it is of torch's own class, strided and without attributes."""
-    if type(tensor) is not Tensor or tensor.__dict__:
-        return False
-    return is_dense(tensor) and not (tensor.is_quantized or tensor.is_meta)
+    return is_plain_tensor(tensor) and not (tensor.__dict__ or tensor.is_quantized or tensor.is_meta)
 
 
 def is_trivial(value: Any) -> bool:
