@@ -3,6 +3,10 @@
 Both train on the same global batch with one compute thread per rank. instep's loss is in the module (`with_loss`). Each
 rank passes the whole batch to instep, and its half to DDP. The table shows medians over all rounds, and the time of one
 exchange of headers.
+
+The speed of a virtual machine changes within seconds, and a step of a small model takes a few milliseconds. So every
+round runs all models: the rounds of each of them are spread over the whole run. The side that begins changes from round
+to round.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -51,26 +56,40 @@ CASES = {
     "LeNet-5, batch 32": Case(lenet, images),
 }
 
+WARM_UP_ROUNDS = 4
+"""Rounds that are not counted. With ten steps each, the probe of instep runs no trial after them."""
 
-def compare(rank: int, count: int, case: Case, rounds: int, steps: int) -> tuple[list[float], list[float]]:
-    """Seconds per step of instep and of DDP, one entry per round."""
-    torch.manual_seed(0)
-    x, y = case.sample(), torch.randint(32, (len(case.sample()),))
-    own = slice(rank * len(x) // count, (rank + 1) * len(x) // count)
-    ddp = nn.parallel.DistributedDataParallel(case.make())
-    model = instep.DataParallel(instep.with_loss(case.make(), nn.CrossEntropyLoss()), engine="torchrun")
-    optimizers = [torch.optim.SGD(module.parameters(), lr=1e-3) for module in (model, ddp)]
-    ours, theirs = [], []
-    for turn in range(rounds + 2):
-        dist.barrier()
-        mine = seconds(lambda: step(model, optimizers[0], x, y), steps)
-        dist.barrier()
-        other = seconds(lambda: step(loss_of(ddp), optimizers[1], x[own], y[own]), steps)
-        if turn > 1:  # warm-up
-            ours.append(mine)
-            theirs.append(other)
-    model.close()
-    return ours, theirs
+
+class Comparison:
+    """One model on both sides, and the seconds per step of each, one entry per round."""
+
+    def __init__(self, rank: int, count: int, case: Case) -> None:
+        torch.manual_seed(0)
+        x, y = case.sample(), torch.randint(32, (len(case.sample()),))
+        own = slice(rank * len(x) // count, (rank + 1) * len(x) // count)
+        ddp = nn.parallel.DistributedDataParallel(case.make())
+        model = instep.DataParallel(instep.with_loss(case.make(), nn.CrossEntropyLoss()), engine="torchrun")
+        optimizers = [torch.optim.SGD(module.parameters(), lr=1e-3) for module in (model, ddp)]
+        self.sides: list[Callable[[], None]] = [
+            partial(step, model, optimizers[0], x, y),
+            partial(step, loss_of(ddp), optimizers[1], x[own], y[own]),
+        ]
+        """A step of instep, and one of DDP."""
+        self.times: list[list[float]] = [[], []]
+
+    def run_round(self, number: int, steps: int) -> None:
+        """Run both sides, in an order that depends on the number of the round."""
+        for side in (0, 1) if number % 2 else (1, 0):
+            dist.barrier()
+            taken = seconds(self.sides[side], steps)
+            if number >= WARM_UP_ROUNDS:
+                self.times[side].append(taken)
+
+    def row(self) -> str:
+        """The medians, and the median of the ratios of the rounds."""
+        ours, theirs = self.times
+        ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+        return f"{statistics.median(ours) * 1e3:>9.2f} ms{statistics.median(theirs) * 1e3:>9.2f} ms{ratio:>14.2f}"
 
 
 def header_microseconds(repeats: int = 500) -> float:
@@ -89,14 +108,14 @@ def work(rank: int, count: int, folder: str, names: list[str], rounds: int, step
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
+    comparisons = {name: Comparison(rank, count, CASES[name]) for name in names}
+    for number in range(WARM_UP_ROUNDS + rounds):
+        for comparison in comparisons.values():
+            comparison.run_round(number, steps)
     if rank == 0:
         print(f"{'':30}{'instep':>12}{'DDP':>12}{'DDP / instep':>14}")
-    for name in names:
-        ours, theirs = compare(rank, count, CASES[name], rounds, steps)
-        if rank == 0:
-            ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
-            times = f"{statistics.median(ours) * 1e3:>9.2f} ms{statistics.median(theirs) * 1e3:>9.2f} ms"
-            print(f"{name:30}{times}{ratio:>14.2f}", flush=True)
+        for name, comparison in comparisons.items():
+            print(f"{name:30}{comparison.row()}")
     header = header_microseconds()
     if rank == 0:
         print(f"one exchange of headers: {header:.0f} µs")
@@ -106,7 +125,7 @@ def work(rank: int, count: int, folder: str, names: list[str], rounds: int, step
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--only", default="", help="run only cases whose name contains this text")
     arguments = parser.parse_args()
