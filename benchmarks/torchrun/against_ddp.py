@@ -5,8 +5,9 @@ rank passes the whole batch to instep, and its half to DDP. The table shows medi
 exchange of headers.
 
 The speed of a virtual machine changes within seconds, and a step of a small model takes a few milliseconds. So every
-round runs all models: the rounds of each of them are spread over the whole run. The side that begins changes from round
-to round.
+round runs all models, about equally long: the rounds of each of them are spread over the whole run. The side that
+begins changes from round to round. The first step of a side in a round is not timed: its code and data are not in the
+caches.
 """
 
 from __future__ import annotations
@@ -56,8 +57,10 @@ CASES = {
     "LeNet-5, batch 32": Case(lenet, images),
 }
 
-WARM_UP_ROUNDS = 4
-"""Rounds that are not counted. With ten steps each, the probe of instep runs no trial after them."""
+WARM_UP_STEPS = 40
+"""After them the probe of instep runs no trial."""
+MIN_STEPS = 5
+"""The least number of steps of a side in a round."""
 
 
 class Comparison:
@@ -76,14 +79,22 @@ class Comparison:
         ]
         """A step of instep, and one of DDP."""
         self.times: list[list[float]] = [[], []]
+        self._steps = MIN_STEPS
 
-    def run_round(self, number: int, steps: int) -> None:
+    def warm_up(self, round_seconds: float) -> None:
+        """Run steps that are not counted, and choose the number of steps of a round, the same on all ranks."""
+        for side in self.sides:
+            taken = [seconds(side, WARM_UP_STEPS // 2) for _ in range(2)]
+        steps = [max(MIN_STEPS, round(round_seconds / taken[1]))]
+        dist.broadcast_object_list(steps, 0)
+        (self._steps,) = steps
+
+    def run_round(self, number: int) -> None:
         """Run both sides, in an order that depends on the number of the round."""
         for side in (0, 1) if number % 2 else (1, 0):
+            self.sides[side]()
             dist.barrier()
-            taken = seconds(self.sides[side], steps)
-            if number >= WARM_UP_ROUNDS:
-                self.times[side].append(taken)
+            self.times[side].append(seconds(self.sides[side], self._steps))
 
     def row(self) -> str:
         """The medians, and the median of the ratios of the rounds."""
@@ -104,14 +115,16 @@ def header_microseconds(repeats: int = 500) -> float:
     return statistics.median(times) * 1e6
 
 
-def work(rank: int, count: int, folder: str, names: list[str], rounds: int, steps: int) -> None:
+def work(rank: int, count: int, folder: str, names: list[str], rounds: int, round_seconds: float) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
     comparisons = {name: Comparison(rank, count, CASES[name]) for name in names}
-    for number in range(WARM_UP_ROUNDS + rounds):
+    for comparison in comparisons.values():
+        comparison.warm_up(round_seconds)
+    for number in range(rounds):
         for comparison in comparisons.values():
-            comparison.run_round(number, steps)
+            comparison.run_round(number)
     if rank == 0:
         print(f"{'':30}{'instep':>12}{'DDP':>12}{'DDP / instep':>14}")
         for name, comparison in comparisons.items():
@@ -125,13 +138,15 @@ def work(rank: int, count: int, folder: str, names: list[str], rounds: int, step
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument(
+        "--seconds", type=float, default=0.4, help="the time of one side in a round, if steps are short"
+    )
     parser.add_argument("--only", default="", help="run only cases whose name contains this text")
     arguments = parser.parse_args()
     names = [name for name in CASES if arguments.only in name]
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (arguments.ranks, folder, names, arguments.rounds, arguments.steps), nprocs=arguments.ranks)
+        mp.spawn(work, (arguments.ranks, folder, names, arguments.rounds, arguments.seconds), nprocs=arguments.ranks)
 
 
 if __name__ == "__main__":
