@@ -2,6 +2,11 @@
 
 Both train on the same global batch with one compute thread per replica. Rank 0 of DDP also runs instep, alternating
 with DDP, so that both see the same load of the machine. The table shows medians over all rounds.
+
+The speed of a virtual machine changes within seconds, and a step of a small model takes a few milliseconds. So every
+round runs all models, about equally long: the rounds of each of them are spread over the whole run. The side that
+begins changes from round to round. The first step of a side in a round is not timed: its code and data are not in the
+caches.
 """
 
 from __future__ import annotations
@@ -12,7 +17,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # some of torch's Arm kernels ignore torch.set_num_threads
@@ -132,15 +138,50 @@ def seconds(work: Callable[[], None], count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
-class Timings(NamedTuple):
-    """The results of one comparison."""
+WARM_UP_STEPS = 40
+"""After them the probe of instep runs no trial."""
+MIN_STEPS = 5
+"""The least number of steps of a side in a round."""
 
-    ours: list[float]
-    """Seconds per step of instep, one entry per round."""
-    theirs: list[float]
-    """Seconds per step of DDP, one entry per round."""
-    moved: str
-    """With engine="processes": the megabytes that a step sends between processes, and the minimum."""
+
+class Comparison:
+    """One model on both sides, and the seconds per step of each, one entry per round."""
+
+    def __init__(self, ours: Callable[[], None], theirs: Callable[[], None]) -> None:
+        """A step of instep, which does nothing on a rank that does not run it, and one of DDP."""
+        self.sides, self.times = (ours, theirs), ([], [])
+        self._steps = MIN_STEPS
+
+    def warm_up(self, round_seconds: float) -> None:
+        """Run steps that are not counted, and choose the number of steps of a round, the same on all ranks."""
+        for side in self.sides:
+            taken = [seconds(side, WARM_UP_STEPS // 2) for _ in range(2)]
+        steps = [max(MIN_STEPS, round(round_seconds / taken[1]))]
+        dist.broadcast_object_list(steps, 0)
+        (self._steps,) = steps
+
+    def run_round(self, number: int) -> None:
+        """Run both sides, in an order that depends on the number of the round."""
+        for side in (0, 1) if number % 2 else (1, 0):
+            self.sides[side]()
+            dist.barrier()
+            self.times[side].append(seconds(self.sides[side], self._steps))
+            dist.barrier()
+
+    def medians(self) -> tuple[float, float, float]:
+        """The milliseconds per step of instep and of DDP, and the median of the ratios of the rounds."""
+        ours, theirs = self.times
+        ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+        return statistics.median(ours) * 1e3, statistics.median(theirs) * 1e3, ratio
+
+
+def run_rounds(comparisons: Mapping[str, Comparison], rounds: int, round_seconds: float) -> None:
+    """Run all comparisons, in rounds."""
+    for comparison in comparisons.values():
+        comparison.warm_up(round_seconds)
+    for number in range(rounds):
+        for comparison in comparisons.values():
+            comparison.run_round(number)
 
 
 def bytes_moved(model: instep.DataParallel, work: Callable[[], None], x: Tensor, y: Tensor, with_loss: bool) -> str:
@@ -160,57 +201,62 @@ def bytes_moved(model: instep.DataParallel, work: Callable[[], None], x: Tensor,
     return f"{moved / 1e6:>10.3f}{(batch // 2 + 2 * result + weights) / 1e6:>10.3f}"
 
 
-def compare(rank: int, case: Case, engine: str, rounds: int, steps: int) -> Timings:
-    """Run instep and DDP alternately. Rank 1 runs only DDP."""
-    torch.manual_seed(0)
-    x, y = case.sample(), torch.randint(32, (len(case.sample()),))
-    half = len(x) // 2
-    ddp = nn.parallel.DistributedDataParallel(case.make())
-    ddp_optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
-    shard = slice(rank * half, (rank + 1) * half)
+def run_nothing() -> None:
+    """A step of a rank that has no part in it."""
+
+
+class CaseRun:
+    """One case on this rank: DDP, and on rank 0 also instep."""
+
+    def __init__(self, rank: int, case: Case, engine: str, stack: ExitStack) -> None:
+        torch.manual_seed(0)
+        x, y = case.sample(), torch.randint(32, (len(case.sample()),))
+        shard = slice(rank * (len(x) // 2), (rank + 1) * (len(x) // 2))
+        ddp = nn.parallel.DistributedDataParallel(case.make())
+        ddp_optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+        theirs = partial(step, loss_of(ddp), ddp_optimizer, x[shard], y[shard])
+        ours: Callable[[], None] = run_nothing
+        self.bytes_moved = lambda: ""
+        if rank == 0:
+            net = instep.with_loss(case.make(), nn.CrossEntropyLoss()) if case.with_loss else case.make()
+            model = stack.enter_context(instep.DataParallel(net, ["cpu"] * 2, engine=engine))
+            optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+            ours = partial(step, model if case.with_loss else loss_of(model), optimizer, x, y)
+            if engine == "processes":
+                self.bytes_moved = partial(bytes_moved, model, ours, x, y, case.with_loss)
+        self.comparison = Comparison(ours, theirs)
+
+
+def work(rank: int, folder: str, cases: Mapping[str, Case], engine: str, rounds: int, round_seconds: float) -> None:
     torch.set_num_threads(1)
-    ours, theirs, moved = [], [], ""
-    net = instep.with_loss(case.make(), nn.CrossEntropyLoss()) if case.with_loss else case.make()
-    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) if rank == 0 else nullcontext() as model:
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-        loss = None if model is None else model if case.with_loss else loss_of(model)
-        for turn in range(rounds + 1):
-            dist.barrier()
-            ddp_seconds = seconds(lambda: step(loss_of(ddp), ddp_optimizer, x[shard], y[shard]), steps)
-            dist.barrier()
-            if loss is not None:
-                instep_seconds = seconds(lambda: step(loss, optimizer, x, y), steps)
-                if turn:  # the first round is a warm-up
-                    theirs.append(ddp_seconds)
-                    ours.append(instep_seconds)
-        if loss is not None and engine == "processes":
-            moved = bytes_moved(model, lambda: step(loss, optimizer, x, y), x, y, case.with_loss)
-    return Timings(ours, theirs, moved)
-
-
-def work(rank: int, folder: str, cases: Mapping[str, Case], engine: str, rounds: int, steps: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    if rank == 0:
-        bytes_columns = f"{'MB moved':>10}{'fewest':>10}" if engine == "processes" else ""
-        print(f"{'':28}{'instep':>12}{'DDP':>12}{'instep / DDP':>14}{'DDP / instep':>14}{bytes_columns}")
-    for name, case in cases.items():
-        ours, theirs, moved = compare(rank, case, engine, rounds, steps)
+    with ExitStack() as stack:
+        runs = {name: CaseRun(rank, case, engine, stack) for name, case in cases.items()}
+        run_rounds({name: run.comparison for name, run in runs.items()}, rounds, round_seconds)
         if rank == 0:
-            us, them = statistics.median(ours), statistics.median(theirs)
-            ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-            times = f"{us * 1e3:>9.2f} ms{them * 1e3:>9.2f} ms{ratio:>14.2f}{1 / ratio:>14.2f}"
-            print(f"{name:28}{times}{moved}", flush=True)
+            bytes_columns = f"{'MB moved':>10}{'fewest':>10}" if engine == "processes" else ""
+            print(f"{'':28}{'instep':>12}{'DDP':>12}{'instep / DDP':>14}{'DDP / instep':>14}{bytes_columns}")
+            for name, run in runs.items():
+                ours, theirs, ratio = run.comparison.medians()
+                times = f"{ours:>9.2f} ms{theirs:>9.2f} ms{1 / ratio:>14.2f}{ratio:>14.2f}"
+                print(f"{name:28}{times}{run.bytes_moved()}", flush=True)
     dist.destroy_process_group()
 
 
-def main(cases: Mapping[str, Case], engine: str, rounds: int) -> None:
-    """Compare all cases. `--rounds`, `--steps` and `--only` can be given on the command line."""
+def make_parser(rounds: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument(
+        "--seconds", type=float, default=0.4, help="the time of one side in a round, if steps are short"
+    )
     parser.add_argument("--only", default="", help="run only cases whose name contains this text")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main(cases: Mapping[str, Case], engine: str, rounds: int) -> None:
+    """Compare all cases. `--rounds`, `--seconds` and `--only` can be given on the command line."""
+    arguments = make_parser(rounds).parse_args()
     cases = {name: case for name, case in cases.items() if arguments.only in name}
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (folder, cases, engine, arguments.rounds, arguments.steps), nprocs=2)
+        mp.spawn(work, (folder, cases, engine, arguments.rounds, arguments.seconds), nprocs=2)

@@ -21,4 +21,4 @@ CASES = {
 }
 
 if __name__ == "__main__":
-    main(CASES, "processes", rounds=12)
+    main(CASES, "processes", rounds=24)
