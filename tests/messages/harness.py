@@ -223,10 +223,11 @@ _FLOAT = re.compile(r"\d+\.\d{5,}")
 
 def normalize(text: str) -> str:
     """A message without what differs between runs and machines: addresses, paths, times, and digits of numbers."""
+    text = "\n".join(_without_foreign_frames(text.strip().splitlines()))  # first: the checkout may be in /tmp
     for pattern, replacement in _VARIABLE:
         text = pattern.sub(replacement, text)
     text = _FLOAT.sub(lambda found: f"{float(found[0]):.4f}...", text)
-    return "\n".join(line.rstrip() for line in _without_foreign_frames(text.strip().splitlines()))
+    return "\n".join(map(str.rstrip, text.splitlines()))
 
 
 def _without_foreign_frames(lines: list[str]) -> Iterator[str]:
