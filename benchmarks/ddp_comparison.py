@@ -3,10 +3,13 @@
 Both train on the same global batch with one compute thread per replica. Rank 0 of DDP also runs instep, alternating
 with DDP, so that both see the same load of the machine. The table shows medians over all rounds.
 
-The speed of a virtual machine changes within seconds, and a step of a small model takes a few milliseconds. So every
-round runs all models, about equally long: the rounds of each of them are spread over the whole run. The side that
-begins changes from round to round. The first step of a side in a round is not timed: its code and data are not in the
-caches.
+The speed of a virtual machine changes within seconds, and a step of a small model takes a few milliseconds. Therefore
+each round runs all models, each side for about `--seconds` (at least five steps), and the measurements of each model
+are spread over the whole run. The side that runs first alternates. The first step of a side in a round is not timed,
+because its code and data are not in the CPU caches.
+
+DDP has its default options. With `--bucket-view` its gradients are views of its buckets
+(`gradient_as_bucket_view=True`), which saves it a copy of all gradients.
 """
 
 from __future__ import annotations
@@ -139,7 +142,7 @@ def seconds(work: Callable[[], None], count: int) -> float:
 
 
 WARM_UP_STEPS = 40
-"""After them the probe of instep runs no trial."""
+"""After this many steps the probe of instep runs no more trials."""
 MIN_STEPS = 5
 """The least number of steps of a side in a round."""
 
@@ -148,15 +151,18 @@ class Comparison:
     """One model on both sides, and the seconds per step of each, one entry per round."""
 
     def __init__(self, ours: Callable[[], None], theirs: Callable[[], None]) -> None:
-        """A step of instep, which does nothing on a rank that does not run it, and one of DDP."""
-        self.sides, self.times = (ours, theirs), ([], [])
+        """`ours` runs a step of instep, and does nothing on ranks without it; `theirs` runs one of DDP."""
+        self.sides = (ours, theirs)
+        self.times: tuple[list[float], list[float]] = ([], [])
+        """Of instep and of DDP."""
         self._steps = MIN_STEPS
 
     def warm_up(self, round_seconds: float) -> None:
         """Run steps that are not counted, and choose the number of steps of a round, the same on all ranks."""
         for side in self.sides:
-            taken = [seconds(side, WARM_UP_STEPS // 2) for _ in range(2)]
-        steps = [max(MIN_STEPS, round(round_seconds / taken[1]))]
+            seconds(side, WARM_UP_STEPS // 2)
+            step_seconds = seconds(side, WARM_UP_STEPS // 2)  # in the end DDP's, which all ranks run
+        steps = [max(MIN_STEPS, round(round_seconds / step_seconds))]
         dist.broadcast_object_list(steps, 0)
         (self._steps,) = steps
 
@@ -202,21 +208,21 @@ def bytes_moved(model: instep.DataParallel, work: Callable[[], None], x: Tensor,
 
 
 def run_nothing() -> None:
-    """A step of a rank that has no part in it."""
+    """Do nothing: the step of instep on a rank that does not run it."""
 
 
 class CaseRun:
     """One case on this rank: DDP, and on rank 0 also instep."""
 
-    def __init__(self, rank: int, case: Case, engine: str, stack: ExitStack) -> None:
+    def __init__(self, rank: int, case: Case, engine: str, stack: ExitStack, *, bucket_view: bool) -> None:
         torch.manual_seed(0)
         x, y = case.sample(), torch.randint(32, (len(case.sample()),))
         shard = slice(rank * (len(x) // 2), (rank + 1) * (len(x) // 2))
-        ddp = nn.parallel.DistributedDataParallel(case.make())
+        ddp = nn.parallel.DistributedDataParallel(case.make(), gradient_as_bucket_view=bucket_view)
         ddp_optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
         theirs = partial(step, loss_of(ddp), ddp_optimizer, x[shard], y[shard])
         ours: Callable[[], None] = run_nothing
-        self.bytes_moved = lambda: ""
+        self.bytes_moved: Callable[[], str] = lambda: ""
         if rank == 0:
             net = instep.with_loss(case.make(), nn.CrossEntropyLoss()) if case.with_loss else case.make()
             model = stack.enter_context(instep.DataParallel(net, ["cpu"] * 2, engine=engine))
@@ -227,13 +233,15 @@ class CaseRun:
         self.comparison = Comparison(ours, theirs)
 
 
-def work(rank: int, folder: str, cases: Mapping[str, Case], engine: str, rounds: int, round_seconds: float) -> None:
+def work(rank: int, folder: str, cases: Mapping[str, Case], engine: str, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     with ExitStack() as stack:
-        runs = {name: CaseRun(rank, case, engine, stack) for name, case in cases.items()}
-        run_rounds({name: run.comparison for name, run in runs.items()}, rounds, round_seconds)
+        runs = {
+            name: CaseRun(rank, case, engine, stack, bucket_view=options.bucket_view) for name, case in cases.items()
+        }
+        run_rounds({name: run.comparison for name, run in runs.items()}, options.rounds, options.seconds)
         if rank == 0:
             bytes_columns = f"{'MB moved':>10}{'fewest':>10}" if engine == "processes" else ""
             print(f"{'':28}{'instep':>12}{'DDP':>12}{'instep / DDP':>14}{'DDP / instep':>14}{bytes_columns}")
@@ -248,15 +256,16 @@ def make_parser(rounds: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument(
-        "--seconds", type=float, default=0.4, help="the time of one side in a round, if steps are short"
+        "--seconds", type=float, default=0.4, help="for how long each side runs in a round, at least five steps"
     )
+    parser.add_argument("--bucket-view", action="store_true", help="DDP with gradient_as_bucket_view=True")
     parser.add_argument("--only", default="", help="run only cases whose name contains this text")
     return parser
 
 
 def main(cases: Mapping[str, Case], engine: str, rounds: int) -> None:
-    """Compare all cases. `--rounds`, `--seconds` and `--only` can be given on the command line."""
-    arguments = make_parser(rounds).parse_args()
-    cases = {name: case for name, case in cases.items() if arguments.only in name}
+    """Compare all cases, with the options of the command line."""
+    options = make_parser(rounds).parse_args()
+    cases = {name: case for name, case in cases.items() if options.only in name}
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (folder, cases, engine, arguments.rounds, arguments.seconds), nprocs=2)
+        mp.spawn(work, (folder, cases, engine, options), nprocs=2)

@@ -1,7 +1,7 @@
 """Compares engine="torchrun" with DistributedDataParallel: the same ranks run both, alternately, on the CPU with Gloo.
 
 Both train on the same global batch with one compute thread per rank. instep's loss is in the module (`with_loss`). Each
-rank passes the whole batch to instep, and its half to DDP. The table shows medians over all rounds, and the time of one
+rank passes the whole batch to instep, and its part to DDP. The table shows medians over all rounds, and the time of one
 exchange of headers. `ddp_comparison.py` describes a round.
 """
 
@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
@@ -53,11 +54,12 @@ CASES = {
 }
 
 
-def compare(rank: int, count: int, case: Case) -> Comparison:
+def make_comparison(rank: int, count: int, case: Case, *, bucket_view: bool) -> Comparison:
+    """One case on both sides."""
     torch.manual_seed(0)
     x, y = case.sample(), torch.randint(32, (len(case.sample()),))
     own = slice(rank * len(x) // count, (rank + 1) * len(x) // count)
-    ddp = nn.parallel.DistributedDataParallel(case.make())
+    ddp = nn.parallel.DistributedDataParallel(case.make(), gradient_as_bucket_view=bucket_view)
     model = instep.DataParallel(instep.with_loss(case.make(), nn.CrossEntropyLoss()), engine="torchrun")
     optimizers = [torch.optim.SGD(module.parameters(), lr=1e-3) for module in (model, ddp)]
     return Comparison(
@@ -77,12 +79,12 @@ def header_microseconds(repeats: int = 500) -> float:
     return statistics.median(times) * 1e6
 
 
-def work(rank: int, count: int, folder: str, names: list[str], rounds: int, round_seconds: float) -> None:
+def work(rank: int, count: int, folder: str, names: list[str], options: Namespace) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
-    comparisons = {name: compare(rank, count, CASES[name]) for name in names}
-    run_rounds(comparisons, rounds, round_seconds)
+    comparisons = {name: make_comparison(rank, count, CASES[name], bucket_view=options.bucket_view) for name in names}
+    run_rounds(comparisons, options.rounds, options.seconds)
     if rank == 0:
         print(f"{'':30}{'instep':>12}{'DDP':>12}{'DDP / instep':>14}")
         for name, comparison in comparisons.items():
@@ -97,10 +99,10 @@ def work(rank: int, count: int, folder: str, names: list[str], rounds: int, roun
 def main() -> None:
     parser = make_parser(rounds=24)
     parser.add_argument("--ranks", type=int, default=2)
-    arguments = parser.parse_args()
-    names = [name for name in CASES if arguments.only in name]
+    options = parser.parse_args()
+    names = [name for name in CASES if options.only in name]
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (arguments.ranks, folder, names, arguments.rounds, arguments.seconds), nprocs=arguments.ranks)
+        mp.spawn(work, (options.ranks, folder, names, options), nprocs=options.ranks)
 
 
 if __name__ == "__main__":

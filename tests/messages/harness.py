@@ -223,7 +223,8 @@ _FLOAT = re.compile(r"\d+\.\d{5,}")
 
 def normalize(text: str) -> str:
     """A message without what differs between runs and machines: addresses, paths, times, and digits of numbers."""
-    text = "\n".join(_without_foreign_frames(text.strip().splitlines()))  # first: the checkout may be in /tmp
+    # Frames before paths are replaced: the checkout may be in /tmp.
+    text = "\n".join(_without_foreign_frames(text.strip().splitlines()))
     for pattern, replacement in _VARIABLE:
         text = pattern.sub(replacement, text)
     text = _FLOAT.sub(lambda found: f"{float(found[0]):.4f}...", text)

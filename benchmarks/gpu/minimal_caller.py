@@ -1,16 +1,18 @@
-"""The least time that a caller with workers takes on a divided GPU, compared with DistributedDataParallel.
+"""Compares a minimal caller with workers, instep and DistributedDataParallel on a divided GPU.
 
 Replica 0 is in the calling process and the others are in workers, as with engine="processes", but nothing else is done:
 arguments, shapes and the module are fixed, weights are memory that all processes share, and a request is a number in
-shared memory for which workers spin. Streams wait for each other on the device (torch's symmetric memory). There is no
-check, no probe, no state, no error handling, and no hook of a parameter sees a gradient. Two variants:
+shared memory for which workers spin. Streams wait for each other on the device (torch's symmetric memory). There are no
+checks, no probe, no state and no error handling, and hooks of parameters see no gradients. Two variants:
 
-- "no host waits": the caller goes on while the workers still queue their work. If a worker raises an exception, the
-  caller has returned an output that was never computed.
+- "no host waits": the caller never waits for the host of a worker. If a worker raises an exception, the caller has
+  returned an output that was never computed.
 - "waits for workers": the caller waits until each worker has queued its forward, and again its backward: only then can
   it know that they have not failed.
 
-Sides alternate as in `against_ddp.py`, from which the models, DDP with free communication and the steps of instep are.
+The models, MPS, DDP with free communication and the steps of instep are those of `against_ddp.py`. DDP's time is that
+of rank 0, and its gradients are not summed; the minimal caller and instep sum gradients, and wait for the slowest
+worker. The table shows medians over all rounds, and the median, the smallest and the largest ratio of the rounds.
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ FORWARD, BACKWARD, INFERENCE, END = range(1, 5)
 """The requests."""
 START, FORWARD_DONE, BACKWARD_START, BACKWARD_DONE = range(2, 6)
 """Channels of barriers on the device."""
-MAX_PENDING = 64
-"""More requests than a caller can send before a worker has read the first of them."""
+MAX_REQUESTS, MAX_REPLICAS = 2**16, 64
+"""For each request of a case there is a place in memory: the caller may be many requests ahead of a worker."""
+MEMORY_BYTES = 8 * (MAX_REQUESTS + MAX_REPLICAS)
 CASE_NAMES = [name for name, case in CASES.items() if not case.has_batch_norm and "to 128" not in name]
 
 
@@ -60,15 +63,16 @@ class SharedTensor:
         self.rows = [self.handle.get_buffer(rank, (numel,), dtype) for rank in range(count)]
 
 
-class Least:
+class MinimalCaller:
     """One process of a caller with workers."""
 
     def __init__(self, rank: int, count: int, net: nn.Module, batch: Batch, memory: Any) -> None:
         self.rank, self.count, self.net, self.batch = rank, count, net, batch
         self.part = batch.part(count, rank)
+        assert len(batch.target) % count == 0, "the parts of the batch have to be equal"
         numbers = np.frombuffer(memory, np.int64)
-        self.kinds, self.numbers = numbers[:MAX_PENDING], numbers[MAX_PENDING:]
-        """The kinds of the last requests; the number of the last one, and of the last that each worker has queued."""
+        self.kinds, self.numbers = numbers[:MAX_REQUESTS], numbers[MAX_REQUESTS:]
+        """The kinds of all requests; the number of the last one, and of the last that each worker has queued."""
         self.parameters = list(net.parameters())
         sizes = [p.numel() for p in self.parameters]
         weights, self.gradients = (SharedTensor(sum(sizes), torch.float32, count) for _ in range(2))
@@ -93,7 +97,7 @@ class Least:
     # the caller
 
     def request(self, kind: int) -> None:
-        self.kinds[(self.numbers[0] + 1) % MAX_PENDING] = kind
+        self.kinds[self.numbers[0] + 1] = kind
         self.numbers[0] += 1
 
     def wait_for_workers(self) -> None:
@@ -143,13 +147,13 @@ class Least:
         while self.numbers[0] == self.last:
             pass
         self.last += 1
-        return int(self.kinds[self.last % MAX_PENDING])
+        return int(self.kinds[self.last])
 
 
 class Loss:
     """The loss of a step, whose backward runs on all processes."""
 
-    def __init__(self, side: Least, own: Tensor, output: Tensor, target: Tensor) -> None:
+    def __init__(self, side: MinimalCaller, own: Tensor, output: Tensor, target: Tensor) -> None:
         self.side, self.own, self.output = side, own, output.requires_grad_()
         self.value = cross_entropy(self.output, target)
 
@@ -169,22 +173,24 @@ class Loss:
             side.gradients.own.add_(row)
 
 
-class LeastSide(Side):
-    """Steps of `Least`. The gradients stay where they are."""
+class MinimalSide(Side):
+    """Steps of `MinimalCaller`. The gradients stay where they are."""
 
-    def __init__(self, least: Least, forward: Callable[[Batch], Any], *, waits: bool, training: bool = True) -> None:
-        super().__init__(forward, [least.batch], least.net, training=training)
-        self.least, self.waits = least, waits
+    def __init__(
+        self, processes: MinimalCaller, forward: Callable[[Batch], Any], *, waits: bool, training: bool = True
+    ) -> None:
+        super().__init__(forward, [processes.batch], processes.net, training=training)
+        self.processes, self.waits = processes, waits
         self.optimizer.zero_grad = lambda: None  # type: ignore[method-assign]
 
     def run(self, steps: int) -> None:
-        if self.least.rank:
-            self.least.net.train(self.training)
-            self.least.serve()
+        if self.processes.rank:
+            self.processes.net.train(self.training)
+            self.processes.serve()
             return
-        self.least.waits_for_workers = self.waits
+        self.processes.waits_for_workers = self.waits
         super().run(steps)
-        self.least.end()
+        self.processes.end()
 
 
 class Idle:
@@ -197,10 +203,10 @@ class Idle:
 def make_sides(rank: int, count: int, case: Case, memory: Any, stack: ExitStack) -> dict[str, Any]:
     sides: dict[str, Any] = dict(ddp_sides(case, count, rank))
     (batch,) = case.sample()
-    least = Least(rank, count, case.module(), batch, memory)
+    processes = MinimalCaller(rank, count, case.module(), batch, memory)
     for waits, label in ((False, "no host waits"), (True, "waits for workers")):
-        sides[label] = LeastSide(least, least.loss, waits=waits)
-        sides[f"{label}, inference"] = LeastSide(least, least.infer, waits=waits, training=False)
+        sides[label] = MinimalSide(processes, processes.loss, waits=waits)
+        sides[f"{label}, inference"] = MinimalSide(processes, processes.infer, waits=waits, training=False)
     own: dict[str, Any] = dict(instep_sides(case, count, stack)) if rank == 0 else {}
     names = [list(own)]
     dist.broadcast_object_list(names, 0)
@@ -208,13 +214,38 @@ def make_sides(rank: int, count: int, case: Case, memory: Any, stack: ExitStack)
 
 
 def report(title: str, sides: dict[str, Any]) -> None:
-    """Print medians, and the medians of the ratios of the rounds."""
+    """Print the medians, and the median, the smallest and the largest ratio of the rounds."""
     print(title)
     for label, side in sides.items():
         base = "DDP" if side.training else "bare, inference"
         times = side.times[2:]  # after the warm-up, and a first round
-        ratio = statistics.median(a / b for a, b in zip(times, sides[base].times[2:], strict=True))
-        print(f"  {label:32}{statistics.median(times):9.1f} ms{ratio:8.2f} x {base}", flush=True)
+        ratios = sorted(a / b for a, b in zip(times, sides[base].times[2:], strict=True))
+        spread = f"({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        time = statistics.median(times)
+        print(f"  {label:32}{time:9.1f} ms{statistics.median(ratios):8.2f} {spread:18}x {base}", flush=True)
+
+
+def compare(rank: int, count: int, name: str, path: str, rounds: int, steps: int) -> None:
+    """Run one case. `path` is that of a file for the requests."""
+    torch.manual_seed(0)
+    if rank == 0:
+        with open(path, "wb") as file:
+            file.write(bytes(MEMORY_BYTES))
+    dist.barrier()
+    with open(path, "r+b") as file:
+        memory = mmap.mmap(file.fileno(), MEMORY_BYTES)
+    with ExitStack() as stack:
+        sides = make_sides(rank, count, CASES[name], memory, stack)
+        order = list(sides.values())
+        for turn in range(rounds + 2):
+            for side in order if turn % 2 else reversed(order):
+                torch.cuda.synchronize()
+                dist.barrier()
+                side.run(steps if turn else WARM_UP_STEPS)
+        torch.cuda.synchronize()
+        dist.barrier()
+        if rank == 0:
+            report(f"{name}, {count} replicas", sides)
 
 
 def work(rank: int, folder: str, names: list[str], count: int, rounds: int, steps: int) -> None:
@@ -222,27 +253,7 @@ def work(rank: int, folder: str, names: list[str], count: int, rounds: int, step
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
     for number, name in enumerate(names):
-        case = CASES[name]
-        torch.manual_seed(0)
-        path = os.path.join(folder, f"numbers{number}")
-        if rank == 0:
-            with open(path, "wb") as file:
-                file.write(bytes(4096))
-        dist.barrier()
-        with open(path, "r+b") as file:
-            memory = mmap.mmap(file.fileno(), 4096)
-        with ExitStack() as stack:
-            sides = make_sides(rank, count, case, memory, stack)
-            for turn in range(rounds + 2):
-                for side in sides.values():
-                    torch.cuda.synchronize()
-                    dist.barrier()
-                    side.run(steps if turn else WARM_UP_STEPS)
-            torch.cuda.synchronize()
-            dist.barrier()
-            if rank == 0:
-                report(f"{name}, {count} replicas", sides)
-        del sides
+        compare(rank, count, name, os.path.join(folder, f"requests-{number}"), rounds, steps)
         torch.cuda.empty_cache()
     dist.destroy_process_group()
 
