@@ -335,7 +335,8 @@ class ReplicaSet:
             replica.source_changes_ref = weakref.WeakMethod(self.find_changes_if_tracked)
 
     def _watch_writes(self) -> None:
-        trainable = [pair for replica in self.replicas for pair in replica.trainable]
+        local = [replica for replica in self.replicas if not replica.is_remote]  # nobody writes to stand-ins
+        trainable = [pair for replica in local for pair in replica.trainable]
         pairs = [(source, tensor) for source, tensor in trainable if id(source) not in self._private_weights]
         counters = {}  # replicas that share memory with the source share its version counter
         for source, tensor in pairs:
