@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.collectives.buckets import MIN_REUSE_BYTES, gather_gradients, reusable_gradients, sum_gradients
+from instep.collectives.buckets import (
+    MIN_REUSE_BYTES,
+    are_reusable,
+    gather_gradients,
+    reusable_gradients,
+    sum_gradients,
+)
 from instep.devices import copy_to_replicas, make_buckets
 
 
@@ -123,3 +129,12 @@ def test_send_writes_values_without_changing_versions() -> None:
 def test_gather_does_not_copy_local_gradients() -> None:
     near = [torch.randn(2), None, torch.eye(2).to_sparse()]
     assert all(a is b for a, b in zip(gather_gradients(near, torch.device("cpu")), near, strict=True))
+
+
+def test_all_gradients_are_reusable_only_if_nothing_else_uses_their_memory() -> None:
+    one, other, whole = torch.ones(4), torch.ones(2, 3), torch.ones(2, 4)
+    assert are_reusable([one, other])
+    assert not are_reusable([one, None])
+    assert not are_reusable([one, whole[0]])
+    assert not are_reusable([one, torch.ones(2, 4).t()])
+    assert not are_reusable([one, torch.eye(2).to_sparse()])

@@ -81,6 +81,10 @@ class ReplicaGraph:
         if self.context is not None:
             self.context.tokens = [token for number, token in enumerate(self.tokens) if number not in numbers]
 
+    def free_graph(self, gradients: Gradients) -> None:
+        """Free the graph of the outputs for which a gradient arrived, after a backward that does not retain it."""
+        self.outputs = [None if g is not None else o for o, g in zip(self.outputs, gradients, strict=True)]
+
     def collect_gradients(self) -> Gradients:
         """Return the gradients of the leaves after a backward, and clear them."""
         if self.remote is None or self.remote.received_gradients is None:
@@ -175,7 +179,7 @@ class Bridge(torch.autograd.Function):
         total, inputs = graph.engine.backward(graph, per_replica, retain_graph)
         if not retain_graph:
             for replica, grads in zip(graph.replicas, per_replica, strict=True):
-                replica.outputs = [None if g is not None else o for o, g in zip(replica.outputs, grads, strict=True)]
+                replica.free_graph(grads)
         for source, gradient in zip(graph.sources, total, strict=True):
             if gradient is None and source.is_leaf:
                 skip_hooks_without_gradient(source)

@@ -13,7 +13,7 @@ from contextvars import Context
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from instep.structure.plan import SplitPlan
 from instep.structure.tree import flatten_one_level
 
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_get_device = attrgetter("device")
 _MAX_PREPARED = 64
 """Prepared calls of one wrapper. Each batch size has its own plan."""
 _MAX_OTHER_STATES = 8
@@ -289,8 +290,8 @@ class PreparedDispatch:
         self._general: ReplicaDispatch | None = None
         self._hook_ids: set[int] = set()
         self._retains_grad = False
-        self.plain_outputs = False
-        """Whether the outputs consist of plain tensors and values."""
+        self.output_devices: set[torch.device] | None = None
+        """The devices of the outputs' tensors; None if the outputs hold anything else than plain tensors and values."""
 
     @property
     def hook_ids(self) -> set[int]:
@@ -327,7 +328,6 @@ class PreparedDispatch:
             self._general = self._general_dispatch()
             self._general.leave(results)
             return results
-        self.plain_outputs = True
         if prepared_run is None and not self._hook_ids:
             self._prepare_run(self._prepared, call, results)
         if self._ambient.grad_enabled:
@@ -382,14 +382,17 @@ class PreparedDispatch:
     def _plain_tensors(self, results: Sequence[ReplicaResult]) -> list[list[Tensor]] | None:
         """Each replica's output tensors that need a gradient; None if the results need a `ReplicaDispatch`."""
         found: list[list[Tensor]] = []
+        devices: set[torch.device] = set()
         for result in results:
             tensors: list[Tensor] = []
             remote = result.remote
             is_ordinary = not (result.changes or remote.changed_containers or remote.written_arguments)
             if not is_ordinary or not self._prepared.collect_outputs(result.output, tensors):
                 return None
+            devices.update(map(_get_device, tensors))
             needing = [tensor for tensor in tensors if tensor.requires_grad]
             found.append(list({id(tensor): tensor for tensor in needing}.values()) if len(needing) > 1 else needing)
+        self.output_devices = devices
         return found
 
     def _bridge_outputs(

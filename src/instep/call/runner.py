@@ -265,8 +265,8 @@ class ParallelRunner:
     ) -> Any:
         """Merge the outputs of a forward and update the module. Returns the output."""
         outputs = [result.output for result in results]
-        has_cpu_outputs = self.keeps_cpu and isinstance(dispatch, PreparedDispatch) and dispatch.plain_outputs
-        if not has_cpu_outputs:
+        devices = dispatch.output_devices if isinstance(dispatch, PreparedDispatch) else None
+        if devices is None or not devices <= {self.output_device}:
             outputs = [to_output_device(output, self.output_device) for output in outputs]
         inputs = [dict(zip(call.plan.names, shard, strict=True)) for shard in shards]
         rng.advance()

@@ -117,6 +117,11 @@ def reusable_gradients(gradients: Sequence[Tensor | None]) -> set[int]:
     }
 
 
+def are_reusable(gradients: Sequence[Tensor | None]) -> bool:
+    """Whether nothing else uses the memory of any of these accumulated gradients, small ones included."""
+    return all(g is not None and g.layout is torch.strided and _is_reusable(g) for g in gradients)
+
+
 def sum_gradients(columns: Sequence[Sequence[Tensor | None]], into: Collection[int] = ()) -> list[Tensor | None]:
     """Sum each gradient over the replicas, in the order of the replicas; None if no replica has it.
 
@@ -172,7 +177,7 @@ def _sum_two(first: list[Tensor], second: list[Tensor], writable: Collection[int
 
 def _is_reusable(gradient: Tensor) -> bool:
     """Whether a strided gradient is contiguous, and the only user of its memory."""
-    if type(gradient) is not Tensor or not gradient.is_contiguous():
+    if type(gradient) is not Tensor or not gradient.is_contiguous() or storage_use_count(gradient) != 1:
         return False
-    lazy = gradient.is_conj() or gradient.is_neg()  # in-place addition is not supported
-    return not lazy and not gradient.is_inference() and storage_use_count(gradient) == 1
+    # In-place addition does not support lazy conjugation and negation.
+    return not (gradient.is_inference() or gradient.is_conj() or gradient.is_neg())

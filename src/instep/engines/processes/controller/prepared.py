@@ -14,13 +14,14 @@ from contextlib import AbstractContextManager, ExitStack
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from instep.autograd.bridge import CallGraph, Gradients, ReplicaGraph, outputs_with_gradients, take_gradients
-from instep.collectives.buckets import all_present, reusable_gradients, sum_gradients
+from instep.collectives.buckets import all_present, are_reusable, reusable_gradients, sum_gradients
 from instep.collectives.group import ReplicaContext, ReplicaInfo, first_error
 from instep.engines.base import (
     RUN_PREPARED_FORWARD,
@@ -230,11 +231,12 @@ class PreparedProcessRun:
         self._devices = [call.replicas[0].device] * len(call.replicas)
         self._on_cpu = self._devices[0].type == "cpu"
         # Without what would keep the tensors of this call alive.
-        self._template = replace(call, arguments=[], select_output=None, has_local_effects=None)
+        self._template = replace(call, arguments=[], select_output=None)
         self._first = call.replicas[0]
         self._info = ReplicaInfo(0, len(call.replicas), self._first.device, call.sizes[0], 0)
         self._syncs_batchnorm = bool(getattr(self._first.patch, "enabled", False))
         self._workers = [self._prepare(call, index) for index in range(1, len(call.replicas))]
+        self._layouts_and_dtypes = list(map(_layout_and_dtype, self._workers[0].slots))
         self.is_valid = True
         """Whether no call has turned out to be different since."""
 
@@ -288,6 +290,8 @@ class PreparedProcessRun:
             if torch.is_grad_enabled():
                 for forward in sent:
                     self._prepare_replay(forward, rows)
+            if first.error is None and self._template.has_local_effects is not None:
+                self._template.has_local_effects(first)  # while workers run: the replica set need not look again
             results = [first]
             for forward in sent:
                 failed = first.error is not None
@@ -472,25 +476,30 @@ class PreparedProcessRun:
         with engine.call_lock(), self._begin_transfers() as transfers:
             try:
                 run = partial(self._backward, graph, gradients, retain_graph, transfers)
-                columns = run_as_replica(run, len(graph.replicas), on_accelerator=not self._on_cpu)
-                return self._sum(columns), [[] for _ in columns]
+                columns, is_writable = run_as_replica(run, len(graph.replicas), on_accelerator=not self._on_cpu)
+                return self._sum(columns, is_writable), [[] for _ in columns]
             except BaseException:
                 run_uninterrupted(*(replica.collect_gradients for replica in graph.replicas))
                 raise
 
-    def _sum(self, columns: Sequence[Gradients]) -> Gradients:
-        """The sum of the replicas' gradients, in the order of the replicas."""
+    def _sum(self, columns: Sequence[Gradients], is_writable: bool) -> Gradients:
+        """The sum of the replicas' gradients, in the order of the replicas.
+
+        `is_writable` is whether nothing else uses the gradients of replica 0, so that sums can be written to them.
+        """
         first, *others = columns
         if not all(column is worker.slots for column, worker in zip(others, self._workers, strict=True)):
             return self._reduce(columns)
-        if not all_present(first) or {gradient.layout for gradient in first if gradient is not None} != _STRIDED:
+        if not all_present(first) or list(map(_layout_and_dtype, first)) != self._layouts_and_dtypes:
             return self._reduce(columns)
-        if not self._on_cpu:  # reuse the memory of replica 0's gradients: that of a GPU is scarce
+        if self._on_cpu:
+            sums: Any = torch._foreach_add(first, others[0])  # type: ignore[arg-type]
+            first, others = list(sums), others[1:]
+        elif not is_writable:
             return sum_gradients(columns, reusable_gradients(first))
-        sums: Any = torch._foreach_add(first, others[0])  # type: ignore[arg-type]
-        for column in others[1:]:
-            torch._foreach_add_(sums, column)  # type: ignore[arg-type]
-        return list(sums)
+        for column in others:
+            torch._foreach_add_(first, column)  # type: ignore[arg-type]
+        return first
 
     def _reduce(self, columns: Sequence[Gradients]) -> Gradients:
         with self._engine.running_backward():
@@ -511,19 +520,24 @@ class PreparedProcessRun:
 
     def _backward(
         self, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool, transfers: _Transfers | None
-    ) -> list[Gradients]:
-        """Every replica's gradients."""
+    ) -> tuple[list[Gradients], bool]:
+        """Every replica's gradients, and whether sums can be written to those of replica 0."""
         graph.rng.refresh()
         first, *others = graph.replicas
         sent: list[PendingReply | ConnectionClosed | None] = []
         errors: dict[int, BaseException] = {}
         columns: list[Gradients] = []
+        is_writable = False
         try:
             with send_lock:
                 for worker, replica, grads in zip(self._workers, others, gradients[1:], strict=True):
                     sent.append(self._send_backward(worker, replica, grads, graph.rng, retain_graph, transfers))
             try:
                 columns.append(self._backward_first(first, gradients[0], graph.rng, retain_graph))
+                # while workers still run
+                is_writable = not self._on_cpu and are_reusable(columns[0])
+                if not retain_graph:
+                    first.free_graph(gradients[0])
             except Exception as error:
                 errors[0] = error
             for worker, pending, replica in zip(self._workers, sent, others, strict=True):
@@ -556,7 +570,7 @@ class PreparedProcessRun:
             finally:
                 errors.clear()  # breaks the cycle with this frame
         graph.rng.advance()
-        return columns
+        return columns, is_writable
 
     def _send_backward(
         self,
@@ -646,7 +660,7 @@ class PreparedProcessRun:
         return list(map(slots.get, worker.tensor_indices))
 
 
-_STRIDED = {torch.strided}
+_layout_and_dtype = attrgetter("layout", "dtype")
 
 
 class _NoGroup:
