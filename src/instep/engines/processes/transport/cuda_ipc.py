@@ -44,8 +44,6 @@ RingPosition = tuple[int, int]
 _REQUESTS_WRITTEN, _REQUESTS_READ, _REPLIES_WRITTEN, _REPLIES_READ = range(4)
 """Flags: the number of the last message whose tensors were written, or read, in each direction."""
 FLAG_COUNT = 4
-_MAX_VIEWS = 1024
-"""Tensors in one ring that are kept for further messages."""
 
 
 class IpcTensor(NamedTuple):
@@ -99,23 +97,14 @@ class _DeviceRing:
     def __init__(self, memory: DeviceMemory, generation: int) -> None:
         self.memory, self.generation = memory, generation
         self._bytes = memory.tensor(0, memory.nbytes)
-        self._views: dict[tuple[Any, ...], Tensor] = {}
-        """The tensors of earlier messages, by offset, dtype and shape: messages of equal sizes have the same places."""
         self.allocator = RingAllocator(memory.nbytes)
         self.peer_opened = False
         """In the parent: whether the worker has opened the memory."""
 
     def tensor(self, item: IpcTensor) -> Tensor:
         """A tensor in the ring, without a copy."""
-        key = item[1:]
-        view = self._views.get(key)
-        if view is None:
-            nbytes = math.prod(item.shape, start=item.dtype.itemsize)
-            view = self._bytes[item.offset : item.offset + nbytes].view(item.dtype).view(item.shape)
-            if len(self._views) >= _MAX_VIEWS:
-                self._views.clear()
-            self._views[key] = view
-        return view
+        nbytes = math.prod(item.shape, start=item.dtype.itemsize)
+        return self._bytes[item.offset : item.offset + nbytes].view(item.dtype).view(item.shape)
 
     def to_send(self) -> tuple[int, bytes, int] | None:
         """What the worker needs to open the memory; None if it has done so."""
